@@ -1,0 +1,311 @@
+"""Ops, and how many FLOPs and bytes they stand for.
+
+An `Op` is the unit that is costed, and also the unit that is calibrated: a sample is an op with a measured cost.
+What a kernel computes and moves follows from its shape by the one table `KERNELS`. `count_einsum` counts a
+contraction from its ranks; the property tests hold the two against each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from energylens.errors import SpecError
+from energylens.results import Kind
+from energylens.spec.model import Einsum
+from energylens.units import bytes_per_value
+
+Shape = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelType:
+    """What one calibrated kernel is.
+
+    Attributes:
+        kind: breakdown kind.
+        dims: names of its shape dimensions, in order.
+        flops: shape -> FLOPs (a multiply-add is two).
+        read, write: shape -> values read and written (in units of one stored value; bytes follow from the dtype).
+        is_collective: True where workers exchange data; the shape then holds ``values`` and ``workers``.
+    """
+
+    kind: Kind
+    dims: tuple[str, ...]
+    flops: Callable[[Shape], float]
+    read: Callable[[Shape], float]
+    write: Callable[[Shape], float]
+    is_collective: bool = False
+
+
+def _pairs(s: Shape) -> float:
+    """Causal (query, key) pairs of one head of one sequence: each new token sees what is before it and itself."""
+    new, context = s["new"], s["context"]
+    return new * context - new * (new - 1) / 2
+
+
+def _head(s: Shape, heads: str) -> float:
+    return s[heads] * s["head_dim"]
+
+
+def _none(_: Shape) -> float:
+    return 0.0
+
+
+def _rows(per_row: float) -> Callable[[Shape], float]:
+    return lambda s: per_row * s["rows"] * s["width"]
+
+
+def _collective(kind: Kind, moved: float) -> KernelType:
+    return KernelType(
+        kind=kind,
+        dims=("values", "workers"),
+        flops=_none,
+        read=lambda s: moved * s["values"],
+        write=lambda s: moved * s["values"],
+        is_collective=True,
+    )
+
+
+_ATTENTION_DIMS = ("batch", "new", "context", "q_heads", "kv_heads", "head_dim")
+
+
+def _attention_flops(s: Shape) -> float:
+    return 4 * s["batch"] * _head(s, "q_heads") * _pairs(s)  # q·k and p·v, two FLOPs a pair and head dimension
+
+
+_ATTENTION = KernelType(
+    kind=Kind.ATTENTION,
+    dims=_ATTENTION_DIMS,
+    flops=_attention_flops,
+    read=lambda s: s["batch"] * (_head(s, "q_heads") * s["new"] + 2 * _head(s, "kv_heads") * s["context"]),
+    write=lambda s: s["batch"] * _head(s, "q_heads") * s["new"],
+)
+
+KERNELS: Mapping[str, KernelType] = MappingProxyType(
+    {
+        "gemm": KernelType(
+            kind=Kind.GEMM,
+            dims=("m", "n", "k"),
+            flops=lambda s: 2 * s["m"] * s["n"] * s["k"],
+            read=lambda s: s["m"] * s["k"] + s["k"] * s["n"],
+            write=lambda s: s["m"] * s["n"],
+        ),
+        # Causal attention over new and cached tokens, grouped-query.
+        "attention_prefill": _ATTENTION,
+        "attention_decode": _ATTENTION,
+        # The same with an explicit mask, which keeps SDPA from its flash kernels: a captured HF decode step.
+        "attention_decode_masked": _ATTENTION,
+        # transformers' modules, eager: each is several CUDA kernels with intermediates in device memory, so the
+        # traffic below is the least that the module could move, not what it does.
+        "hf_rmsnorm": KernelType(
+            kind=Kind.NORM,
+            dims=("rows", "width"),
+            flops=_rows(4),
+            read=lambda s: s["rows"] * s["width"] + s["width"],
+            write=_rows(1),
+        ),
+        "hf_rope": KernelType(
+            kind=Kind.ELEMENTWISE,
+            dims=("batch", "new", "q_heads", "kv_heads", "head_dim"),
+            flops=lambda s: 3 * s["batch"] * s["new"] * (_head(s, "q_heads") + _head(s, "kv_heads")),
+            read=lambda s: s["batch"] * s["new"] * (_head(s, "q_heads") + _head(s, "kv_heads")),
+            write=lambda s: s["batch"] * s["new"] * (_head(s, "q_heads") + _head(s, "kv_heads")),
+        ),
+        "hf_silu_mul": KernelType(
+            kind=Kind.ELEMENTWISE, dims=("rows", "width"), flops=_rows(5), read=_rows(2), write=_rows(1)
+        ),
+        "hf_add": KernelType(
+            kind=Kind.ELEMENTWISE, dims=("rows", "width"), flops=_rows(1), read=_rows(2), write=_rows(1)
+        ),
+        # Cosine and sine tables, positions and (under capture) the mask: what a step prepares once for all layers.
+        "hf_prepare": KernelType(
+            kind=Kind.OVERHEAD,
+            dims=("batch", "new", "context", "head_dim"),
+            flops=_none,
+            read=_none,
+            write=lambda s: 2 * s["new"] * s["head_dim"],
+        ),
+        "embedding": KernelType(kind=Kind.COPY, dims=("rows", "width"), flops=_none, read=_rows(1), write=_rows(1)),
+        # The growing cache: K and V of all earlier tokens are copied behind which the new ones go.
+        "hf_kv_concat": KernelType(
+            kind=Kind.COPY,
+            dims=("batch", "new", "context", "kv_heads", "head_dim"),
+            flops=_none,
+            read=lambda s: 2 * s["batch"] * s["context"] * _head(s, "kv_heads"),
+            write=lambda s: 2 * s["batch"] * s["context"] * _head(s, "kv_heads"),
+        ),
+        "hf_repeat_kv": KernelType(
+            kind=Kind.COPY,
+            dims=("batch", "context", "kv_heads", "q_heads", "head_dim"),
+            flops=_none,
+            read=lambda s: 2 * s["batch"] * s["context"] * _head(s, "kv_heads"),
+            write=lambda s: 2 * s["batch"] * s["context"] * _head(s, "q_heads"),
+        ),
+        "argmax": KernelType(
+            kind=Kind.SAMPLING, dims=("rows", "width"), flops=_rows(1), read=_rows(1), write=lambda s: s["rows"]
+        ),
+        # ``values`` = values of the result on each worker (of the input, for a reduce-scatter).
+        "all_reduce": _collective(Kind.COLLECTIVE, 1.0),
+        "all_gather": _collective(Kind.COLLECTIVE, 1.0),
+        "reduce_scatter": _collective(Kind.COLLECTIVE, 1.0),
+        "all_to_all": _collective(Kind.COLLECTIVE, 1.0),
+    }
+)
+"""Every kernel that can be costed. A new one is one entry here, a runnable in `bench` and a feature row in `cost`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """Work that one worker does: a kernel with a shape.
+
+    Attributes:
+        name: entry of the spec that it stands for (``gate``), or what the engine adds (``repeat_kv``).
+        kernel: key of `KERNELS`.
+        shape: sizes in the order of the kernel's ``dims``; a context may be fractional.
+        dtype: precision of what is stored (weights for a GEMM, the cache for attention).
+        count: executions per step.
+        launches: CUDA kernels that one eager execution launches (host time follows them).
+    """
+
+    name: str
+    kernel: str
+    shape: tuple[float, ...]
+    dtype: str = "bf16"
+    count: int = 1
+    launches: int = 1
+
+    def __post_init__(self) -> None:
+        kernel_type(self.kernel)
+        dims = KERNELS[self.kernel].dims
+        if len(self.shape) != len(dims):
+            raise SpecError(f"{self.kernel} needs the sizes {', '.join(dims)}, not {len(self.shape)} sizes")
+
+    @property
+    def type(self) -> KernelType:
+        """Row of `KERNELS`."""
+        return KERNELS[self.kernel]
+
+    @property
+    def kind(self) -> Kind:
+        """Breakdown kind."""
+        return self.type.kind
+
+    @property
+    def sizes(self) -> Shape:
+        """Shape as a mapping, dimension name -> size."""
+        return dict(zip(self.type.dims, self.shape, strict=True))
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of one execution."""
+        return self.type.flops(self.sizes)
+
+    @property
+    def bytes_read(self) -> float:
+        """Bytes that one execution reads, each input once."""
+        return self.type.read(self.sizes) * bytes_per_value(self.dtype)
+
+    @property
+    def bytes_written(self) -> float:
+        """Bytes that one execution writes, each output once."""
+        return self.type.write(self.sizes) * bytes_per_value(self.dtype)
+
+    @property
+    def key(self) -> tuple[str, tuple[float, ...], str]:
+        """What makes two ops the same work: kernel, shape and precision."""
+        return self.kernel, self.shape, self.dtype
+
+    def times(self, count: int) -> Op:
+        """The same op, executed ``count`` times as often."""
+        return replace(self, count=self.count * count)
+
+
+def kernel_type(name: str) -> KernelType:
+    """Row of `KERNELS`.
+
+    Raises:
+        SpecError: there is no such kernel.
+    """
+    try:
+        return KERNELS[name]
+    except KeyError:
+        raise SpecError(f"unknown kernel {name!r}; known: {', '.join(sorted(KERNELS))}") from None
+
+
+def make_op(kernel: str, *, name: str = "", dtype: str = "bf16", count: int = 1, launches: int = 1, **sizes: float) -> Op:
+    """An op from named sizes, e.g. ``make_op("gemm", m=16, n=4096, k=4096)``.
+
+    Raises:
+        SpecError: unknown kernel, or a size is missing or not one of its dimensions.
+    """
+    dims = kernel_type(kernel).dims
+    if set(sizes) != set(dims):
+        raise SpecError(f"{kernel} needs the sizes {', '.join(dims)}, not {', '.join(sizes) or 'none'}")
+    return Op(
+        name=name or kernel,
+        kernel=kernel,
+        shape=tuple(sizes[d] for d in dims),
+        dtype=dtype,
+        count=count,
+        launches=launches,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EinsumCount:
+    """What a contraction stands for: ``flops``, values of weights, other inputs and output, and its GEMM view."""
+
+    flops: float
+    weight_values: float
+    input_values: float
+    output_values: float
+    m: float
+    n: float
+    k: float
+
+
+def count_einsum(einsum: Einsum, sizes: Mapping[str, float]) -> EinsumCount:
+    """Count a contraction from its ranks; FLOPs by opt_einsum's cost for the order that it chooses.
+
+    ``m`` is the product of the output ranks that come from non-weight inputs, ``n`` of the weight's output ranks,
+    ``k`` of the reduced ranks.
+
+    Args:
+        einsum: the contraction.
+        sizes: size of each rank.
+
+    Raises:
+        SpecError: a rank has no size.
+    """
+    from opt_einsum import contract_path
+    from opt_einsum.helpers import compute_size_by_dict
+
+    ranks = list(dict.fromkeys(r for a in (*einsum.inputs, einsum.output) for r in a.ranks))
+    missing = [r for r in ranks if r not in sizes]
+    if missing:
+        raise SpecError(f"rank {missing[0]!r} of {einsum} has no size; add it to `ranks`")
+    letter = {r: chr(ord("a") + i) for i, r in enumerate(ranks)}
+
+    def subscript(rs: tuple[str, ...]) -> str:
+        return "".join(letter[r] for r in rs)
+
+    def values(rs: tuple[str, ...]) -> float:
+        return float(compute_size_by_dict(subscript(rs), by_letter))
+
+    by_letter = {letter[r]: int(sizes[r]) for r in ranks}
+    equation = ",".join(subscript(a.ranks) for a in einsum.inputs) + "->" + subscript(einsum.output.ranks)
+    shapes = [tuple(int(sizes[r]) for r in a.ranks) for a in einsum.inputs]
+    _, info = contract_path(equation, *shapes, shapes=True, optimize="optimal" if len(shapes) > 2 else "auto")
+    weight_ranks = {r for a in einsum.inputs if a.is_weight for r in a.ranks}
+    out = einsum.output.ranks
+    return EinsumCount(
+        flops=float(info.opt_cost),
+        weight_values=sum(values(a.ranks) for a in einsum.inputs if a.is_weight),
+        input_values=sum(values(a.ranks) for a in einsum.inputs if not a.is_weight),
+        output_values=values(out),
+        m=values(tuple(r for r in out if r not in weight_ranks)),
+        n=values(tuple(r for r in out if r in weight_ranks)),
+        k=values(einsum.reduced),
+    )

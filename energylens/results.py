@@ -1,0 +1,259 @@
+"""Values that the flows exchange: costs, predictions, profiles, validations. No I/O, no model."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from energylens.spec.system import Parallelism, Workload
+
+
+class Source(enum.IntEnum):
+    """Where a number comes from, strongest first; merging keeps the weakest (the maximum)."""
+
+    MEASURED = 0
+    INTERPOLATED = 1
+    EXTRAPOLATED = 2
+    TRANSFERRED = 3
+    ROOFLINE = 4
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class Kind(enum.StrEnum):
+    """Closed list of breakdown kinds (DESIGN section 5)."""
+
+    GEMM = "gemm"
+    ATTENTION = "attention"
+    NORM = "norm"
+    ELEMENTWISE = "elementwise"
+    MOE = "moe"
+    ROUTER = "router"
+    COPY = "copy"
+    COLLECTIVE = "collective"
+    SAMPLING = "sampling"
+    WAIT = "wait"
+    IDLE = "idle"
+    OVERHEAD = "overhead"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """One op executed once on one worker, alone, at the steady clock that it settles at.
+
+    Attributes:
+        latency_s: duration.
+        energy_j: energy *above idle* (idle power is charged once, on the makespan, in `schedule`).
+        clock_hz: SM clock that the op settles at when it runs alone.
+        compute_share: part of the latency that scales with 1/clock, 0 (memory or link bound) to 1.
+        latency_rel_se, energy_rel_se: relative standard errors.
+        source: weakest source used; no default, so nobody claims a measurement by omission.
+    """
+
+    latency_s: float
+    energy_j: float
+    clock_hz: float
+    compute_share: float
+    latency_rel_se: float
+    energy_rel_se: float
+    source: Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """Central interval of probability ``level`` for latency and energy."""
+
+    level: float
+    latency_s: tuple[float, float]
+    energy_j: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BreakdownRow:
+    """Part of a phase: all executions of one op, over all workers in energy, on the critical path in time."""
+
+    phase: str
+    kind: Kind
+    op: str
+    count: int
+    latency_s: float
+    energy_j: float
+    share: float
+    source: Source
+    limit_share: float | None = None
+    """Physical limit (roofline time) over predicted time, or None where there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseResult:
+    """Latency and energy of one phase; energy over all workers, ``mean_power_w`` per GPU."""
+
+    latency_s: float
+    energy_j: float
+    mean_power_w: float
+    clock_hz: float | None
+    interval: Interval
+    source: Source
+    regime: str
+    """``device``, ``host`` (the device waits for the host) or ``capped`` (power limit reached)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Per-worker device memory of a configuration, in bytes."""
+
+    weights_bytes: float
+    kv_cache_bytes: float
+    activations_bytes: float
+    reserve_bytes: float
+    capacity_bytes: float
+
+    @property
+    def fits(self) -> bool:
+        """True where everything fits the device at the same time."""
+        used = self.weights_bytes + self.kv_cache_bytes + self.activations_bytes + self.reserve_bytes
+        return used <= self.capacity_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BundleRef:
+    """Which calibration a number stands on."""
+
+    device: str
+    provider: str
+    version: str
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoardAnchor:
+    """What one board does under the same four small loads (DESIGN law 8).
+
+    ``None`` where a value was not measured.
+    """
+
+    board_uuid: str
+    device: str
+    idle_w: float
+    stream_w: float
+    gemm_tflops: float
+    gemm_w: float
+    gemm_mhz: float | None = None
+    gemv_gbs: float | None = None
+    stream_gbs: float | None = None
+    gemv_w: float | None = None
+    temperature_c: float | None = None
+    time: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostAnchor:
+    """How fast a host launches work: an empty kernel, and a small eager module, seconds per call in microseconds."""
+
+    launch_us: float
+    module_us: float
+    cpu: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Anchors:
+    """Contents of an ``energylens/anchor/v1`` file."""
+
+    boards: tuple[BoardAnchor, ...] = ()
+    host: HostAnchor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Infeasible:
+    """Returned instead of numbers: why a configuration cannot run, and what would."""
+
+    reason: str
+    memory: Memory | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Everything that `predict` knows about one configuration; fields that were not asked for are None."""
+
+    spec: str
+    device: str
+    engine: str
+    parallelism: Parallelism
+    workload: Workload
+    memory: Memory
+    phases: Mapping[str, PhaseResult]
+    breakdown: tuple[BreakdownRow, ...]
+    source: Source
+    bundles: tuple[BundleRef, ...]
+    anchors: Anchors | None
+    notes: tuple[str, ...] = ()
+
+    def _phase(self, name: str) -> PhaseResult | None:
+        return self.phases.get(name)
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time to first token: latency of the prefill."""
+        p = self._phase("prefill")
+        return p.latency_s if p else None
+
+    @property
+    def ttlt_s(self) -> float | None:
+        """Time to last token: latency of the request."""
+        r = self._phase("request")
+        return r.latency_s if r else None
+
+    @property
+    def tpot_s(self) -> float | None:
+        """(TTLT - TTFT) / (gen_len - 1); None at gen_len 1."""
+        if self.ttlt_s is None or self.ttft_s is None or self.workload.gen_len < 2:
+            return None
+        return (self.ttlt_s - self.ttft_s) / (self.workload.gen_len - 1)
+
+    def _per_sequence(self, name: str) -> float | None:
+        p = self._phase(name)
+        return p.energy_j / self.workload.batch if p else None
+
+    @property
+    def energy_per_prompt_j(self) -> float | None:
+        """Prefill energy over the batch."""
+        return self._per_sequence("prefill")
+
+    @property
+    def energy_per_token_j(self) -> float | None:
+        """Decode-step energy over the batch."""
+        return self._per_sequence("decode")
+
+    @property
+    def energy_per_request_j(self) -> float | None:
+        """Energy of the whole request over the batch."""
+        return self._per_sequence("request")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """One measured row (of a truth CSV or a profile): what ran, and what it took."""
+
+    record_id: str
+    device: str
+    engine: str
+    spec: str
+    phase: str
+    mode: str
+    batch: int
+    prompt_len: int
+    context_len: float | None = None
+    gen_len: int | None = None
+    latency_s: float | None = None
+    energy_j: float | None = None
+    parallelism: Parallelism = Parallelism()
+    engine_version: str = ""
+    precision: str = "bf16"
+    regime: str = "device"
+    power_limit_w: float | None = None
+    anchors: Anchors | None = None
+    labels: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))

@@ -1,0 +1,220 @@
+"""The machine and the work: devices, links, clusters, engines; engine steps, workloads and configurations."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from energylens.errors import OutOfRangeError
+
+
+class Phase(enum.StrEnum):
+    """Part of a request. ``prefill``: one forward of the whole batch; ``decode``: one step of the whole batch."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    REQUEST = "request"
+
+
+class Mode(enum.StrEnum):
+    """How an engine launches the kernels of a step."""
+
+    EAGER = "eager"
+    CUDA_GRAPH = "cuda_graph"
+    SERVING = "serving"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """Datasheet of one accelerator.
+
+    Attributes:
+        name: canonical short name (``h200``); aliases: other spellings that users and NVML give it.
+        memory_bytes, memory_bandwidth_bytes_s, l2_bytes: capacity, peak DRAM bandwidth, last-level cache.
+        peak_flops: dense peak in FLOP/s by precision.
+        sm_count, clock_max_hz: streaming multiprocessors and their maximum clock.
+        power_limit_w: default board power limit; idle_w: power with a context and nothing running.
+        unified_memory: True where the CPU shares the memory (Jetson).
+        source: where the figures come from.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    memory_bytes: float
+    memory_bandwidth_bytes_s: float
+    l2_bytes: float
+    peak_flops: Mapping[str, float]
+    sm_count: int
+    clock_max_hz: float
+    power_limit_w: float
+    idle_w: float
+    source: str
+    unified_memory: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """An interconnect. ``bandwidth_bytes_s`` is one-way, per device; ``latency_s`` is one hop."""
+
+    name: str
+    bandwidth_bytes_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """``gpus`` devices of one kind, all connected to each other by ``link`` (None: a single device)."""
+
+    name: str
+    device: str
+    gpus: int
+    link: Link | None
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """How an engine runs one op of a spec: the calibrated kernel's name and the CUDA kernels an eager call launches."""
+
+    kernel: str
+    launches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """How a graph becomes kernels.
+
+    Attributes:
+        name, version: engine and the versions that the profile describes.
+        provider: whose microbenchmarks stand for its kernels (``torch``).
+        modes: default launch mode per phase.
+        kernels: spec op (or ``einsum``, ``attention_prefill``, ``attention_decode.<mode>``, ``kv_append``,
+            ``repeat_kv``, ``prepare`` …) -> kernel.
+        repeat_kv: launch modes in which decode copies the KV heads out to all query heads.
+        fusion: default fusions by entry names; a spec's own fusion wins.
+        collective: implementation of the collectives (``nccl``).
+        tp_replicated: entries that tensor parallelism leaves whole on each worker.
+        gather_logits: True where sharded logits are gathered on every worker.
+        moe_dispatch: ``allreduce`` or ``alltoall``.
+        reserve_bytes: device memory that the engine and the CUDA context take for themselves.
+    """
+
+    name: str
+    version: str
+    provider: str
+    modes: Mapping[Phase, Mode]
+    kernels: Mapping[str, Kernel]
+    repeat_kv: tuple[Mode, ...] = ()
+    fusion: tuple[tuple[str, ...], ...] = ()
+    collective: str = "nccl"
+    tp_replicated: tuple[str, ...] = ()
+    gather_logits: bool = False
+    moe_dispatch: str = "allreduce"
+    reserve_bytes: float = 0.0
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequences:
+    """``count`` sequences that do the same in a step: ``new`` tokens each, ``context`` KV length at the end of it.
+
+    ``context`` includes the new tokens and may be fractional (a mean over a window of decode steps).
+    """
+
+    count: int
+    new: int
+    context: float
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or self.new < 1 or self.context < self.new:
+            raise OutOfRangeError(
+                f"a step needs count >= 1, new >= 1 and context >= new, not count={self.count}, new={self.new}, "
+                f"context={self.context}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One engine step: the primitive of all predictions. Prefill, decode and mixed steps differ only in sequences."""
+
+    sequences: tuple[Sequences, ...]
+    mode: Mode
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of all sequences: rows of every token-wise op."""
+        return sum(s.count * s.new for s in self.sequences)
+
+    @property
+    def batch(self) -> int:
+        """Sequences served: rows of the ops that see one token per sequence."""
+        return sum(s.count for s in self.sequences)
+
+    @classmethod
+    def prefill(cls, batch: int, prompt_len: int, mode: Mode) -> Step:
+        """One forward of the whole batch over its prompts."""
+        return cls(sequences=(Sequences(count=batch, new=prompt_len, context=prompt_len),), mode=mode)
+
+    @classmethod
+    def decode(cls, batch: int, context_len: float, mode: Mode) -> Step:
+        """One step of the whole batch; ``context_len`` includes the current token."""
+        return cls(sequences=(Sequences(count=batch, new=1, context=context_len),), mode=mode)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What is asked of the model; ``gen_len`` counts the token that the prefill makes.
+
+    ``context_len`` fixes the decode step that is reported; by default ``prompt_len + gen_len / 2``.
+    """
+
+    batch: int = 1
+    prompt_len: int = 1024
+    gen_len: int = 128
+    context_len: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "prompt_len", "gen_len"):
+            if getattr(self, name) < 1:
+                raise OutOfRangeError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.context_len is not None and self.context_len < 1:
+            raise OutOfRangeError(f"context_len must be at least 1, not {self.context_len}")
+
+    @property
+    def decode_context(self) -> float:
+        """KV length, current token included, of the decode step that is reported."""
+        return self.context_len if self.context_len is not None else self.prompt_len + self.gen_len / 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parallelism:
+    """Degrees: GPUs = replicas · dp · tp · pp; ``ep`` regroups the tp·dp workers and adds none."""
+
+    tp: int = 1
+    ep: int = 1
+    pp: int = 1
+    dp: int = 1
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "ep", "pp", "dp", "replicas"):
+            if getattr(self, name) < 1:
+                raise OutOfRangeError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if (self.tp * self.dp) % self.ep:
+            raise OutOfRangeError(f"ep={self.ep} must divide tp*dp = {self.tp}*{self.dp} = {self.tp * self.dp}")
+
+    @property
+    def gpus(self) -> int:
+        """Devices that the configuration occupies."""
+        return self.replicas * self.dp * self.tp * self.pp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """One point to evaluate."""
+
+    parallelism: Parallelism = Parallelism()
+    modes: Mapping[Phase, Mode] = field(default_factory=lambda: MappingProxyType({}))
+    power_limit_w: float | None = None

@@ -1,0 +1,33 @@
+"""The only conversion factors of EnergyLens: everything inside is SI, vendors' units end at their door."""
+
+from __future__ import annotations
+
+J_PER_MJ = 1e-3  # NVML counts millijoules
+W_PER_MW = 1e-3  # NVML reports milliwatts
+HZ_PER_MHZ = 1e6
+S_PER_NS = 1e-9
+S_PER_MS = 1e-3
+BYTES_PER_GB = 1e9
+BYTES_PER_GIB = float(1 << 30)
+
+BITS: dict[str, float] = {
+    "fp32": 32,
+    "bf16": 16,
+    "fp16": 16,
+    "fp8": 8,
+    "int8": 8,
+    "int4": 4,
+    # Block formats hold a shared scale: mxfp4 one byte per 32 values, nvfp4 one byte per 16.
+    "mxfp4": 4 + 8 / 32,
+    "nvfp4": 4 + 8 / 16,
+}
+"""Bits per stored value of each precision, the scales of block formats included."""
+
+
+def bytes_per_value(dtype: str) -> float:
+    """Bytes that one value of ``dtype`` occupies, block scales included.
+
+    Raises:
+        KeyError: ``dtype`` is not one of `BITS`.
+    """
+    return BITS[dtype] / 8

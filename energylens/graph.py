@@ -1,8 +1,9 @@
 """Ops, and how many FLOPs and bytes they stand for.
 
-An `Op` is the unit that is costed, and also the unit that is calibrated: a sample is an op with a measured cost.
-What a kernel computes and moves follows from its shape by the one table `KERNELS`. `count_einsum` counts a
-contraction from its ranks; the property tests hold the two against each other.
+An `Op` is the unit that is costed, and also the unit that is calibrated: a sample is an op with a
+measured cost. What a kernel computes and moves follows from its shape by the one table `KERNELS`.
+`count_einsum` counts a contraction from its ranks; the property tests hold the two against each
+other.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ class KernelType:
         kind: breakdown kind.
         dims: names of its shape dimensions, in order.
         flops: shape -> FLOPs (a multiply-add is two).
-        read, write: shape -> values read and written (in units of one stored value; bytes follow from the dtype).
-        is_collective: True where workers exchange data; the shape then holds ``values`` and ``workers``.
+        read, write: shape -> values read and written (in units of one stored value; bytes follow
+            from the dtype).
+        is_collective: True where workers exchange data; the shape then holds ``values`` and
+            ``workers``.
     """
 
     kind: Kind
@@ -72,14 +75,18 @@ _ATTENTION_DIMS = ("batch", "new", "context", "q_heads", "kv_heads", "head_dim")
 
 
 def _attention_flops(s: Shape) -> float:
-    return 4 * s["batch"] * _head(s, "q_heads") * _pairs(s)  # q·k and p·v, two FLOPs a pair and head dimension
+    return (
+        4 * s["batch"] * _head(s, "q_heads") * _pairs(s)
+    )  # q·k and p·v, two FLOPs a pair and head dimension
 
 
 _ATTENTION = KernelType(
     kind=Kind.ATTENTION,
     dims=_ATTENTION_DIMS,
     flops=_attention_flops,
-    read=lambda s: s["batch"] * (_head(s, "q_heads") * s["new"] + 2 * _head(s, "kv_heads") * s["context"]),
+    read=lambda s: (
+        s["batch"] * (_head(s, "q_heads") * s["new"] + 2 * _head(s, "kv_heads") * s["context"])
+    ),
     write=lambda s: s["batch"] * _head(s, "q_heads") * s["new"],
 )
 
@@ -95,10 +102,11 @@ KERNELS: Mapping[str, KernelType] = MappingProxyType(
         # Causal attention over new and cached tokens, grouped-query.
         "attention_prefill": _ATTENTION,
         "attention_decode": _ATTENTION,
-        # The same with an explicit mask, which keeps SDPA from its flash kernels: a captured HF decode step.
+        # The same with an explicit mask, which keeps SDPA from its flash kernels: a captured HF
+        # decode step.
         "attention_decode_masked": _ATTENTION,
-        # transformers' modules, eager: each is several CUDA kernels with intermediates in device memory, so the
-        # traffic below is the least that the module could move, not what it does.
+        # transformers' modules, eager: each is several CUDA kernels with intermediates in device
+        # memory, so the # traffic below is the least that the module could move, not what it does.
         "hf_rmsnorm": KernelType(
             kind=Kind.NORM,
             dims=("rows", "width"),
@@ -109,17 +117,28 @@ KERNELS: Mapping[str, KernelType] = MappingProxyType(
         "hf_rope": KernelType(
             kind=Kind.ELEMENTWISE,
             dims=("batch", "new", "q_heads", "kv_heads", "head_dim"),
-            flops=lambda s: 3 * s["batch"] * s["new"] * (_head(s, "q_heads") + _head(s, "kv_heads")),
+            flops=lambda s: (
+                3 * s["batch"] * s["new"] * (_head(s, "q_heads") + _head(s, "kv_heads"))
+            ),
             read=lambda s: s["batch"] * s["new"] * (_head(s, "q_heads") + _head(s, "kv_heads")),
             write=lambda s: s["batch"] * s["new"] * (_head(s, "q_heads") + _head(s, "kv_heads")),
         ),
         "hf_silu_mul": KernelType(
-            kind=Kind.ELEMENTWISE, dims=("rows", "width"), flops=_rows(5), read=_rows(2), write=_rows(1)
+            kind=Kind.ELEMENTWISE,
+            dims=("rows", "width"),
+            flops=_rows(5),
+            read=_rows(2),
+            write=_rows(1),
         ),
         "hf_add": KernelType(
-            kind=Kind.ELEMENTWISE, dims=("rows", "width"), flops=_rows(1), read=_rows(2), write=_rows(1)
+            kind=Kind.ELEMENTWISE,
+            dims=("rows", "width"),
+            flops=_rows(1),
+            read=_rows(2),
+            write=_rows(1),
         ),
-        # Cosine and sine tables, positions and (under capture) the mask: what a step prepares once for all layers.
+        # Cosine and sine tables, positions and (under capture) the mask: what a step prepares once
+        # for all layers.
         "hf_prepare": KernelType(
             kind=Kind.OVERHEAD,
             dims=("batch", "new", "context", "head_dim"),
@@ -127,7 +146,9 @@ KERNELS: Mapping[str, KernelType] = MappingProxyType(
             read=_none,
             write=lambda s: 2 * s["new"] * s["head_dim"],
         ),
-        "embedding": KernelType(kind=Kind.COPY, dims=("rows", "width"), flops=_none, read=_rows(1), write=_rows(1)),
+        "embedding": KernelType(
+            kind=Kind.COPY, dims=("rows", "width"), flops=_none, read=_rows(1), write=_rows(1)
+        ),
         # The growing cache: K and V of all earlier tokens are copied behind which the new ones go.
         "hf_kv_concat": KernelType(
             kind=Kind.COPY,
@@ -144,7 +165,11 @@ KERNELS: Mapping[str, KernelType] = MappingProxyType(
             write=lambda s: 2 * s["batch"] * s["context"] * _head(s, "q_heads"),
         ),
         "argmax": KernelType(
-            kind=Kind.SAMPLING, dims=("rows", "width"), flops=_rows(1), read=_rows(1), write=lambda s: s["rows"]
+            kind=Kind.SAMPLING,
+            dims=("rows", "width"),
+            flops=_rows(1),
+            read=_rows(1),
+            write=lambda s: s["rows"],
         ),
         # ``values`` = values of the result on each worker (of the input, for a reduce-scatter).
         "all_reduce": _collective(Kind.COLLECTIVE, 1.0),
@@ -161,7 +186,8 @@ class Op:
     """Work that one worker does: a kernel with a shape.
 
     Attributes:
-        name: entry of the spec that it stands for (``gate``), or what the engine adds (``repeat_kv``).
+        name: entry of the spec that it stands for (``gate``), or what the engine adds
+            (``repeat_kv``).
         kernel: key of `KERNELS`.
         shape: sizes in the order of the kernel's ``dims``; a context may be fractional.
         dtype: precision of what is stored (weights for a GEMM, the cache for attention).
@@ -180,7 +206,9 @@ class Op:
         kernel_type(self.kernel)
         dims = KERNELS[self.kernel].dims
         if len(self.shape) != len(dims):
-            raise SpecError(f"{self.kernel} needs the sizes {', '.join(dims)}, not {len(self.shape)} sizes")
+            raise SpecError(
+                f"{self.kernel} needs the sizes {', '.join(dims)}, not {len(self.shape)} sizes"
+            )
 
     @property
     def type(self) -> KernelType:
@@ -234,7 +262,15 @@ def kernel_type(name: str) -> KernelType:
         raise SpecError(f"unknown kernel {name!r}; known: {', '.join(sorted(KERNELS))}") from None
 
 
-def make_op(kernel: str, *, name: str = "", dtype: str = "bf16", count: int = 1, launches: int = 1, **sizes: float) -> Op:
+def make_op(
+    kernel: str,
+    *,
+    name: str = "",
+    dtype: str = "bf16",
+    count: int = 1,
+    launches: int = 1,
+    **sizes: float,
+) -> Op:
     """An op from named sizes, e.g. ``make_op("gemm", m=16, n=4096, k=4096)``.
 
     Raises:
@@ -242,7 +278,9 @@ def make_op(kernel: str, *, name: str = "", dtype: str = "bf16", count: int = 1,
     """
     dims = kernel_type(kernel).dims
     if set(sizes) != set(dims):
-        raise SpecError(f"{kernel} needs the sizes {', '.join(dims)}, not {', '.join(sizes) or 'none'}")
+        raise SpecError(
+            f"{kernel} needs the sizes {', '.join(dims)}, not {', '.join(sizes) or 'none'}"
+        )
     return Op(
         name=name or kernel,
         kernel=kernel,
@@ -269,8 +307,8 @@ class EinsumCount:
 def count_einsum(einsum: Einsum, sizes: Mapping[str, float]) -> EinsumCount:
     """Count a contraction from its ranks; FLOPs by opt_einsum's cost for the order that it chooses.
 
-    ``m`` is the product of the output ranks that come from non-weight inputs, ``n`` of the weight's output ranks,
-    ``k`` of the reduced ranks.
+    ``m`` is the product of the output ranks that come from non-weight inputs, ``n`` of the
+    weight's output ranks, ``k`` of the reduced ranks.
 
     Args:
         einsum: the contraction.
@@ -295,9 +333,13 @@ def count_einsum(einsum: Einsum, sizes: Mapping[str, float]) -> EinsumCount:
         return float(compute_size_by_dict(subscript(rs), by_letter))
 
     by_letter = {letter[r]: int(sizes[r]) for r in ranks}
-    equation = ",".join(subscript(a.ranks) for a in einsum.inputs) + "->" + subscript(einsum.output.ranks)
+    equation = (
+        ",".join(subscript(a.ranks) for a in einsum.inputs) + "->" + subscript(einsum.output.ranks)
+    )
     shapes = [tuple(int(sizes[r]) for r in a.ranks) for a in einsum.inputs]
-    _, info = contract_path(equation, *shapes, shapes=True, optimize="optimal" if len(shapes) > 2 else "auto")
+    _, info = contract_path(
+        equation, *shapes, shapes=True, optimize="optimal" if len(shapes) > 2 else "auto"
+    )
     weight_ranks = {r for a in einsum.inputs if a.is_weight for r in a.ranks}
     out = einsum.output.ranks
     return EinsumCount(

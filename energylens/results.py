@@ -43,21 +43,21 @@ class Kind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """One op executed once on one worker, alone, at the steady clock that it settles at.
+    """One op executed once on one worker, alone, at the device's maximum clock (as if there were no power cap).
 
     Attributes:
         latency_s: duration.
         energy_j: energy *above idle* (idle power is charged once, on the makespan, in `schedule`).
-        clock_hz: SM clock that the op settles at when it runs alone.
         compute_share: part of the latency that scales with 1/clock, 0 (memory or link bound) to 1.
+        memory_share: part of the latency that scales with 1/memory bandwidth; the rest is fixed.
         latency_rel_se, energy_rel_se: relative standard errors.
         source: weakest source used; no default, so nobody claims a measurement by omission.
     """
 
     latency_s: float
     energy_j: float
-    clock_hz: float
     compute_share: float
+    memory_share: float
     latency_rel_se: float
     energy_rel_se: float
     source: Source
@@ -115,7 +115,9 @@ class Memory:
     @property
     def fits(self) -> bool:
         """True where everything fits the device at the same time."""
-        used = self.weights_bytes + self.kv_cache_bytes + self.activations_bytes + self.reserve_bytes
+        used = (
+            self.weights_bytes + self.kv_cache_bytes + self.activations_bytes + self.reserve_bytes
+        )
         return used <= self.capacity_bytes
 
 
@@ -152,10 +154,13 @@ class BoardAnchor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostAnchor:
-    """How fast a host launches work: an empty kernel, and a small eager module, seconds per call in microseconds."""
+    """How fast a host launches work: an empty kernel, and a small eager module, microseconds per call.
+
+    ``module_us`` is None where only the launch was measured (the truth CSV has no column for it).
+    """
 
     launch_us: float
-    module_us: float
+    module_us: float | None = None
     cpu: str = ""
 
 

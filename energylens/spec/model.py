@@ -1,7 +1,7 @@
 """A model as values: ranks, tensors, einsums, named ops, blocks (cascades) and the annotations on them.
 
-Everything here is frozen and holds no behaviour beyond lookup; `load` makes these from YAML, `graph` counts
-them, `lower` turns them into kernels.
+Everything here is frozen and holds no behaviour beyond lookup; `load` makes these from YAML,
+`graph` counts them, `lower` turns them into kernels.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ class Device:
 
     Attributes:
         name: canonical short name (``h200``); aliases: other spellings that users and NVML give it.
-        memory_bytes, memory_bandwidth_bytes_s, l2_bytes: capacity, peak DRAM bandwidth, last-level cache.
+        memory_bytes, memory_bandwidth_bytes_s, l2_bytes: capacity, peak DRAM bandwidth, last-level
+            cache.
         peak_flops: dense peak in FLOP/s by precision.
         sm_count, clock_max_hz: streaming multiprocessors and their maximum clock.
         power_limit_w: default board power limit; idle_w: power with a context and nothing running.
@@ -90,8 +91,8 @@ class Engine:
         name, version: engine and the versions that the profile describes.
         provider: whose microbenchmarks stand for its kernels (``torch``).
         modes: default launch mode per phase.
-        kernels: spec op (or ``einsum``, ``attention_prefill``, ``attention_decode.<mode>``, ``kv_append``,
-            ``repeat_kv``, ``prepare`` …) -> kernel.
+        kernels: spec op (or ``einsum``, ``attention_prefill``, ``attention_decode.<mode>``,
+            ``kv_append``, ``repeat_kv``, ``prepare`` …) -> kernel.
         repeat_kv: launch modes in which decode copies the KV heads out to all query heads.
         fusion: default fusions by entry names; a spec's own fusion wins.
         collective: implementation of the collectives (``nccl``).
@@ -120,7 +121,8 @@ class Engine:
 class Sequences:
     """``count`` sequences that do the same in a step: ``new`` tokens each, ``context`` KV length at the end of it.
 
-    ``context`` includes the new tokens and may be fractional (a mean over a window of decode steps).
+    ``context`` includes the new tokens and may be fractional (a mean over a window of decode
+    steps).
     """
 
     count: int
@@ -155,7 +157,8 @@ class Step:
     @classmethod
     def prefill(cls, batch: int, prompt_len: int, mode: Mode) -> Step:
         """One forward of the whole batch over its prompts."""
-        return cls(sequences=(Sequences(count=batch, new=prompt_len, context=prompt_len),), mode=mode)
+        return cls(sequences=(Sequences(count=batch, new=prompt_len, context=prompt_len),),
+        mode=mode)
 
     @classmethod
     def decode(cls, batch: int, context_len: float, mode: Mode) -> Step:
@@ -185,7 +188,9 @@ class Workload:
     @property
     def decode_context(self) -> float:
         """KV length, current token included, of the decode step that is reported."""
-        return self.context_len if self.context_len is not None else self.prompt_len + self.gen_len / 2
+        if self.context_len is not None:
+            return self.context_len
+        return self.prompt_len + self.gen_len / 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +208,9 @@ class Parallelism:
             if getattr(self, name) < 1:
                 raise OutOfRangeError(f"{name} must be at least 1, not {getattr(self, name)}")
         if (self.tp * self.dp) % self.ep:
-            raise OutOfRangeError(f"ep={self.ep} must divide tp*dp = {self.tp}*{self.dp} = {self.tp * self.dp}")
+            raise OutOfRangeError(
+                f"ep={self.ep} must divide tp*dp = {self.tp}*{self.dp} = {self.tp * self.dp}"
+            )
 
     @property
     def gpus(self) -> int:

@@ -1,0 +1,38 @@
+"""Cold cost of ``energylens predict``: whole process, median and worst of several runs.
+
+Run: ``python benchmarks/predict_speed.py [runs]``. Aims: 0.5 s on 2 cores, 150 MB.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+COMMAND = ("predict", "llama3_70b", "--engine", "hf", "--tp", "2", "--json")
+
+
+def main(runs: int) -> None:
+    """Run the command ``runs`` times and print what it took."""
+    walls, peaks = [], []
+    for _ in range(runs):
+        start = time.perf_counter()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "energylens", *COMMAND], stdout=subprocess.DEVNULL
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            raise SystemExit(f"energylens {' '.join(COMMAND)} failed with {process.returncode}")
+        walls.append(time.perf_counter() - start)
+        peaks.append(usage.ru_maxrss / 1024)
+    print(
+        f"wall: median {statistics.median(walls):.3f} s, worst {max(walls):.3f} s; "
+        f"peak memory {max(peaks):.0f} MiB ({runs} runs)"
+    )
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 10)

@@ -1,0 +1,1 @@
+"""Microbenchmarks: what is measured (`plan`), how (`trial`) and in which order (`calibrate`)."""

@@ -1,0 +1,241 @@
+"""Collectives over several GPUs, and what only shows with several: TP layers, spinning ranks, hooked launches.
+
+Started by torchrun's own rendezvous, one process per GPU, on one node or several::
+
+    torchrun --nproc_per_node 2 -m energylens.bench.collectives --out FOLDER
+
+Worker 0 drives: it measures as on one GPU, and each time it queues work it tells the others over a
+CPU group to queue the same, so that every worker launches the same collectives in the same order
+whatever its own clock says. Sensors are read by the first worker of each node for all boards of
+the node. Only the default communicator exists: with seven alive, the same all-reduce took twice as
+long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from energylens.bench.kernels import GraphWork
+from energylens.bench.trial import TrialLimits, measure
+from energylens.graph import Op, make_op
+from energylens.meter.base import AbstractRecorder, DeviceSeries, Reading
+from energylens.store import Trial
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+ALL_REDUCE_BYTES = tuple(8192 * 2**i for i in range(0, 16))  # 8 KB … 256 MB
+OTHER_BYTES = tuple(8192 * 8**i for i in range(0, 6))  # 8 KB … 256 MB
+GRAPH_COLLECTIVES = 32
+
+
+def collective_ops(workers: int) -> tuple[Op, ...]:
+    """Ops of the default plan, all-reduce on the finer grid since every TP layer has two."""
+    return tuple(
+        make_op(kind, values=size // 2, workers=workers)
+        for kind in COLLECTIVES
+        for size in (ALL_REDUCE_BYTES if kind == "all_reduce" else OTHER_BYTES)
+    )
+
+
+class _WindowRecorder(AbstractRecorder):
+    """Passes everything on to a running recorder, and remembers the last window that was asked for.
+
+    So the other boards can be read over the very window that a trial chose.
+    """
+
+    def __init__(self, inner: AbstractRecorder) -> None:
+        super().__init__()
+        self._inner = inner
+        self.window = (0.0, 0.0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        pass
+
+    def now(self) -> float:
+        return self._inner.now()
+
+    def series(
+        self, uuid: str, start_s: float = -math.inf, end_s: float = math.inf
+    ) -> DeviceSeries:
+        return self._inner.series(uuid, start_s, end_s)
+
+    def reading(self, uuid: str, start_s: float, end_s: float, *, min_ticks: int = 4) -> Reading:
+        self.window = (start_s, end_s)
+        return self._inner.reading(uuid, start_s, end_s, min_ticks=min_ticks)
+
+
+class Team:
+    """All workers; the driver's orders reach the followers over a gloo group."""
+
+    def __init__(self) -> None:
+        """Join the process group that torchrun describes in the environment."""
+        import torch
+        import torch.distributed as dist
+
+        self.local = int(os.environ.get("LOCAL_RANK", "0"))
+        torch.cuda.set_device(self.local)
+        dist.init_process_group("nccl", device_id=torch.device("cuda", self.local))
+        self.dist = dist
+        self.worker = dist.get_rank()
+        self.workers = dist.get_world_size()
+        self._cpu = dist.new_group(backend="gloo")
+
+    def tell(self, order: Any) -> Any:
+        """Worker 0's ``order``, on every worker."""
+        box = [order]
+        self.dist.broadcast_object_list(box, src=0, group=self._cpu)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every worker's value, on every worker."""
+        out: list[Any] = [None] * self.workers
+        self.dist.all_gather_object(out, value, group=self._cpu)
+        return out
+
+    def drive(self, work: GraphWork, measure_it: Callable[[GraphWork], Any]) -> Any:
+        """Let worker 0 measure ``work`` while the others replay what it replays; returns worker 0's result."""
+        if self.worker == 0:
+            driven = _Driven(work, self)
+            result = measure_it(driven)  # type: ignore[arg-type]
+            self.tell(None)
+        else:
+            result = None
+            token: object = None
+            while (replays := self.tell(None)) is not None:
+                token = work.enqueue(replays)
+            if token is not None:
+                work.wait(token)
+        self.dist.barrier(group=self._cpu)
+        return result
+
+
+class _Driven:
+    """A work whose every enqueue happens on all workers."""
+
+    def __init__(self, work: GraphWork, team: Team) -> None:
+        self._work, self._team = work, team
+        self.executions, self.footprint_bytes = work.executions, work.footprint_bytes
+
+    def enqueue(self, replays: int) -> object:
+        self._team.tell(replays)
+        return self._work.enqueue(replays)
+
+    def wait(self, token: object) -> None:
+        self._work.wait(token)
+
+    def close(self) -> None:
+        self._work.close()
+
+
+def collective_work(op: Op, team: Team) -> GraphWork:
+    """A captured graph of `GRAPH_COLLECTIVES` collectives of the op's size."""
+    import torch
+
+    dist, values, n = team.dist, int(op.sizes["values"]), team.workers
+    device = f"cuda:{team.local}"
+    whole = torch.empty(values, dtype=torch.bfloat16, device=device).normal_(0, 0.02)
+    part = torch.empty(max(1, values // n), dtype=torch.bfloat16, device=device).normal_(0, 0.02)
+    whole = whole[: part.numel() * n] if op.kernel != "all_reduce" else whole
+    other = torch.empty_like(whole)
+    calls: Mapping[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(
+            whole, op=dist.ReduceOp.AVG
+        ),  # a sum would overflow over replays
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, op=dist.ReduceOp.AVG),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole),
+    }
+    return GraphWork([calls[op.kernel]], repeats=GRAPH_COLLECTIVES, device=team.local)
+
+
+def measure_everywhere(
+    team: Team,
+    work: GraphWork,
+    recorder: AbstractRecorder | None,
+    uuids: Sequence[str],
+    limits: TrialLimits,
+) -> tuple[Trial, list[Reading]] | None:
+    """Latency on worker 0, and the readings of all of its node's boards over the same window."""
+
+    def measure_it(driven: GraphWork) -> tuple[Trial, list[Reading]]:
+        if recorder is None:
+            raise RuntimeError("worker 0 has no recorder")
+        window = _WindowRecorder(recorder)
+        trial = measure(driven, window, uuids[0], limits=limits)
+        start, end = window.window
+        return trial, [recorder.reading(u, start, end) for u in uuids]
+
+    result: tuple[Trial, list[Reading]] | None = team.drive(work, measure_it)
+    return result
+
+
+def spin_work(team: Team, seconds: float) -> float | None:
+    """Let every worker but the last spin in an all-reduce that the last one joins ``seconds`` later.
+
+    Returns:
+        Time at which the spin began, on the local monotonic clock, or None on the late worker.
+    """
+    import time
+
+    import torch
+
+    x = torch.ones(1024, dtype=torch.bfloat16, device=f"cuda:{team.local}")
+    team.dist.all_reduce(x)
+    torch.cuda.synchronize()
+    team.dist.barrier(group=team._cpu)
+    start = time.monotonic()
+    late = team.worker == team.workers - 1
+    if late:
+        time.sleep(seconds)
+    team.dist.all_reduce(x)
+    torch.cuda.synchronize()
+    return None if late else start
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of one worker; worker 0 writes the samples."""
+    from energylens.bench.calibrate import collectives_worker
+
+    parser = argparse.ArgumentParser(prog="energylens.bench.collectives")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the samples")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--spec",
+        action="append",
+        default=[],
+        help="models whose TP layers and host time are measured",
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=4.0, help="stop starting points after this long"
+    )
+    options = parser.parse_args(argv)
+    team = Team()
+    try:
+        collectives_worker(
+            team,
+            out=options.out,
+            seed=options.seed,
+            specs=options.spec,
+            minutes=options.minutes,
+            node=socket.gethostname(),
+        )
+    finally:
+        team.dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

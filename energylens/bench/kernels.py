@@ -1,0 +1,448 @@
+"""The ``torch`` provider: one runnable per compute kernel, as CUDA graphs of PyTorch and transformers calls.
+
+Temperature of the data follows the engine, since the same kernel draws up to 40 % less when its
+input sits in the last-level cache: weights and the cache of earlier steps were last touched a
+whole step ago and are *cold* (rotated over `ROTATE_BYTES`); activations were written by the kernel
+before and stay as warm as their size allows (one buffer, reused). All data is random: zeros draw
+up to a third less.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from energylens.errors import UnsupportedError
+from energylens.graph import Op, make_op
+from energylens.results import HostAnchor
+from energylens.spec.model import Spec
+
+if TYPE_CHECKING:
+    from energylens.bench.layer import HostPoint, MixPoint
+
+ROTATE_BYTES = 192e6  # more than three times the 60 MB of an H200's L2
+MAX_NODES = 256
+GRAPH_SECONDS = 6e-4  # one replay should outlast the host's launch of the next by far
+WEIGHT_STD = 0.02
+
+Call = Callable[[], object]
+Built = tuple[list[Call], float]
+
+
+class GraphWork:
+    """A CUDA graph that executes one op ``executions`` times per replay, over rotating buffers.
+
+    Implements `energylens.bench.trial.Work`.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[Call],
+        *,
+        repeats: int = 1,
+        footprint_bytes: float = 0.0,
+        device: int = 0,
+    ):
+        """Warm up on a side stream and capture.
+
+        Args:
+            calls: one closure per rotating buffer set; each executes the op once.
+            repeats: passes over ``calls`` in one graph.
+            footprint_bytes: device memory that the buffers hold.
+            device: CUDA ordinal.
+        """
+        import torch
+
+        self._torch = torch
+        self._device = device
+        self.executions = len(calls) * repeats
+        self.footprint_bytes = footprint_bytes
+        with torch.cuda.device(device):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream), torch.inference_mode():
+                for _ in range(3):
+                    calls[0]()
+            torch.cuda.current_stream().wait_stream(stream)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.inference_mode(), torch.cuda.graph(self._graph, stream=stream):
+                for _ in range(repeats):
+                    for call in calls:
+                        call()
+            torch.cuda.synchronize()
+
+    def enqueue(self, replays: int) -> object:
+        """Queue ``replays`` graph launches; returns a token for `wait`."""
+        with self._torch.cuda.device(self._device):
+            for _ in range(replays):
+                self._graph.replay()
+            event = self._torch.cuda.Event()
+            event.record()
+        return event
+
+    def wait(self, token: object) -> None:
+        """Block until everything queued before ``token`` is done."""
+        token.synchronize()  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Free the graph and its buffers."""
+        del self._graph
+        self._torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnchorWork:
+    """One load of an anchor with what one execution stands for."""
+
+    work: GraphWork
+    flops: float
+    bytes: float
+
+
+class TorchProvider:
+    """Runs ops with PyTorch, and transformers' own eager modules for the ``hf_*`` kernels."""
+
+    name = "torch"
+
+    def __init__(self, device: int = 0) -> None:
+        """Bind to one CUDA ordinal (after CUDA_VISIBLE_DEVICES)."""
+        self.device = device
+
+    def work(self, op: Op) -> GraphWork:
+        """Buffers and a captured graph for ``op``.
+
+        Raises:
+            UnsupportedError: this provider has no runnable for the op's kernel or sizes.
+        """
+        calls, footprint = self._calls(op)
+        estimate_s = max(
+            2e-6 * op.launches, (op.bytes_read + op.bytes_written) / 4e12, op.flops / 6e14
+        )
+        passes = max(1, math.ceil(GRAPH_SECONDS / (estimate_s * len(calls))))
+        passes = max(1, min(passes, MAX_NODES // (len(calls) * op.launches) or 1))
+        return GraphWork(calls, repeats=passes, footprint_bytes=footprint, device=self.device)
+
+    def _calls(self, op: Op) -> Built:
+        import torch
+
+        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+        if op.kernel not in _BUILDERS:
+            raise UnsupportedError(f"the torch provider has no runnable for kernel {op.kernel!r}")
+        if op.dtype not in dtypes:
+            raise UnsupportedError(f"the torch provider runs {', '.join(dtypes)}, not {op.dtype}")
+        sizes = {d: int(v) for d, v in op.sizes.items()}
+        with torch.cuda.device(self.device), torch.inference_mode():
+            return _BUILDERS[op.kernel](
+                _Maker(torch, f"cuda:{self.device}", dtypes[op.dtype]), sizes
+            )
+
+    def mix_work(self, ops: Sequence[Op]) -> GraphWork:
+        """One graph that executes each op ``op.count`` times, one after another: one execution of the mix."""
+        calls: list[Call] = []
+        footprint = 0.0
+        for op in ops:
+            own, held = self._calls(op)
+            calls += [own[i % len(own)] for i in range(op.count)]
+            footprint += held
+
+        def call() -> None:
+            for c in calls:
+                c()
+
+        return GraphWork([call], footprint_bytes=footprint, device=self.device)
+
+    def mix_points(self, specs: Sequence[Spec], tps: Sequence[int]) -> tuple[MixPoint, ...]:
+        """Duty cycles of a GEMM against a stream, and layer replays of each model at each degree that it allows."""
+        from energylens.bench import layer
+
+        return (*layer.duty_points(self), *layer.layer_points(specs, tps, self.device))
+
+    def host_points(self, specs: Sequence[Spec]) -> Iterator[HostPoint]:
+        """Eager steps of tiny models on this host; see `energylens.bench.layer.host_points`."""
+        from energylens.bench import layer
+
+        for spec in specs:
+            yield from layer.host_points(spec, device=self.device)
+
+    def host_anchor(self) -> HostAnchor:
+        """Microseconds per call of an empty kernel, and of a small eager module (RMSNorm), launched back to back."""
+        import torch
+        from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+        with torch.cuda.device(self.device), torch.inference_mode():
+            x = torch.ones(1, device=f"cuda:{self.device}")
+            norm = LlamaRMSNorm(64).to(device=x.device, dtype=torch.bfloat16)
+            h = torch.ones(1, 64, device=x.device, dtype=torch.bfloat16)
+            return HostAnchor(
+                launch_us=1e6 * _host_seconds(lambda: x.add_(0)),
+                module_us=1e6 * _host_seconds(lambda: norm(h)),
+                cpu=_cpu(),
+            )
+
+    def launching(self, seconds: float) -> None:
+        """Launch empty kernels one by one: the device waits for its host nearly all the time."""
+        import torch
+
+        with torch.cuda.device(self.device), torch.inference_mode():
+            x = torch.ones(1, device=f"cuda:{self.device}")
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                for _ in range(100):
+                    x.add_(0)
+                torch.cuda.synchronize()
+
+    def anchor_work(self, name: str) -> AnchorWork:
+        """The loads of an anchor: ``stream`` (1 GB copied), ``gemm`` (8192 cubed), ``gemv`` (1 GB of
+        weights at M = 1)."""
+        import torch
+
+        maker = _Maker(torch, f"cuda:{self.device}", torch.bfloat16)
+        with torch.cuda.device(self.device), torch.inference_mode():
+            if name == "stream":
+                # A copy would be captured as a memcpy node, which runs on a copy engine at two thirds of
+                # the bandwidth; a scaling in place reads and writes through the SMs as kernels do.
+                values = 1 << 29
+                x = maker.normal(values)
+                work = GraphWork([lambda: x.mul_(1.0)], device=self.device)
+                return AnchorWork(work=work, flops=0.0, bytes=2.0 * 2 * values)
+            if name == "gemm":
+                op = make_op("gemm", m=8192, n=8192, k=8192)
+            elif name == "gemv":
+                op = make_op("gemm", m=1, n=65536, k=8192)
+            else:
+                raise UnsupportedError(f"unknown anchor load {name!r}; known: stream, gemm, gemv")
+        return AnchorWork(
+            work=self.work(op), flops=op.flops, bytes=op.bytes_read + op.bytes_written
+        )
+
+    def versions(self) -> Mapping[str, str]:
+        """Versions of everything that decides which kernels run."""
+        import torch
+        import transformers
+
+        nccl = torch.cuda.nccl.version()
+        return {
+            "torch": str(torch.__version__),
+            "cuda": str(torch.version.cuda),
+            "cudnn": str(torch.backends.cudnn.version()),
+            "nccl": ".".join(map(str, nccl)) if isinstance(nccl, tuple) else str(nccl),
+            "transformers": str(transformers.__version__),
+        }
+
+    def uuid(self) -> str:
+        """UUID of the bound device as the driver prints it."""
+        import torch
+
+        return f"GPU-{torch.cuda.get_device_properties(self.device).uuid}"
+
+
+def _host_seconds(call: Call, calls: int = 2000, repeats: int = 5) -> float:
+    """Median seconds per call of the host, with the queue drained before each repeat."""
+    import torch
+
+    times = []
+    for _ in range(repeats + 1):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        times.append((time.perf_counter() - start) / calls)
+    torch.cuda.synchronize()
+    return statistics.median(times[1:])
+
+
+def _cpu() -> str:
+    """Model name of the processor, as the kernel prints it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+class _Maker:
+    """Random tensors of one dtype on one device."""
+
+    def __init__(self, torch: Any, device: str, dtype: Any) -> None:
+        self.torch, self.device, self.dtype = torch, device, dtype
+
+    def normal(self, *shape: int, std: float = 1.0) -> Any:
+        return self.torch.empty(*shape, dtype=self.dtype, device=self.device).normal_(0.0, std)
+
+    def heads(self, batch: int, length: int, heads: int, dim: int) -> Any:
+        """A projection's output viewed as heads: [batch, heads, length, dim], strided as an engine leaves it."""
+        return self.normal(batch, length, heads, dim).transpose(1, 2)
+
+
+def _copies(cold_bytes: float) -> int:
+    return max(1, min(MAX_NODES, math.ceil(ROTATE_BYTES / cold_bytes)))
+
+
+def _gemm(make: _Maker, s: Mapping[str, int]) -> Built:
+    linear = make.torch.nn.functional.linear
+    m, n, k = s["m"], s["n"], s["k"]
+    copies = _copies(2.0 * n * k)
+    x = make.normal(m, k)
+    weights = [make.normal(n, k, std=WEIGHT_STD) for _ in range(copies)]
+    return [lambda w=w: linear(x, w) for w in weights], 2.0 * (copies * n * k + m * k + m * n)
+
+
+class _Attention:
+    """What transformers' SDPA wrapper reads from the module that calls it."""
+
+    is_causal = True
+    training = False
+
+    def __init__(self, groups: int) -> None:
+        self.num_key_value_groups = groups
+
+
+def _attention(make: _Maker, s: Mapping[str, int], *, masked: bool) -> Built:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if s["new"] not in (1, s["context"]):
+        raise UnsupportedError(
+            "the torch provider runs attention over a whole prompt or one new token only"
+        )
+    q = make.heads(s["batch"], s["new"], s["q_heads"], s["head_dim"])
+    k, v = (make.normal(s["batch"], s["kv_heads"], s["context"], s["head_dim"]) for _ in range(2))
+    mask = None
+    if masked:
+        shape = (s["batch"], 1, s["new"], s["context"])
+        mask = make.torch.ones(shape, dtype=make.torch.bool, device=make.device)
+    module = _Attention(s["q_heads"] // s["kv_heads"])
+    scaling = s["head_dim"] ** -0.5
+
+    def call() -> object:
+        return sdpa_attention_forward(module, q, k, v, mask, scaling=scaling)
+
+    return [call], 2.0 * (2 * k.numel() + 2 * q.numel())
+
+
+def _rmsnorm(make: _Maker, s: Mapping[str, int]) -> Built:
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    norm = LlamaRMSNorm(s["width"]).to(device=make.device, dtype=make.dtype)
+    x = make.normal(s["rows"], s["width"])
+    return [lambda: norm(x)], 2.0 * 8 * x.numel()
+
+
+def _rope(make: _Maker, s: Mapping[str, int]) -> Built:
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    q = make.heads(s["batch"], s["new"], s["q_heads"], s["head_dim"])
+    k = make.heads(s["batch"], s["new"], s["kv_heads"], s["head_dim"])
+    cos, sin = (make.normal(1, s["new"], s["head_dim"]) for _ in range(2))
+    return [lambda: apply_rotary_pos_emb(q, k, cos, sin)], 2.0 * 6 * (q.numel() + k.numel())
+
+
+def _silu_mul(make: _Maker, s: Mapping[str, int]) -> Built:
+    silu = make.torch.nn.functional.silu
+    gate, up = (make.normal(s["rows"], s["width"]) for _ in range(2))
+    return [lambda: silu(gate) * up], 2.0 * 4 * gate.numel()
+
+
+def _add(make: _Maker, s: Mapping[str, int]) -> Built:
+    x, y = (make.normal(s["rows"], s["width"]) for _ in range(2))
+    return [lambda: x + y], 2.0 * 3 * x.numel()
+
+
+def _prepare(make: _Maker, s: Mapping[str, int]) -> Built:
+    from transformers import LlamaConfig
+    from transformers.cache_utils import DynamicCache
+    from transformers.masking_utils import create_causal_mask
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    torch = make.torch
+    heads = 8
+    config = LlamaConfig(
+        hidden_size=heads * s["head_dim"],
+        num_attention_heads=heads,
+        num_key_value_heads=1,
+        num_hidden_layers=1,
+    )
+    config._attn_implementation = "sdpa"
+    rotary = LlamaRotaryEmbedding(config).to(make.device)
+    x = make.normal(s["batch"], s["new"], 1)
+    past = s["context"] - s["new"]
+    cache = DynamicCache(config=config)
+    if past:
+        cache.update(*(make.normal(s["batch"], 1, past, s["head_dim"]) for _ in range(2)), 0)
+
+    def call() -> object:
+        positions = (torch.arange(s["new"], device=make.device) + past).unsqueeze(0)
+        if s["new"] > 1:  # a prefill is never captured, and needs no mask outside a capture
+            return rotary(x, position_ids=positions)
+        mask = create_causal_mask(
+            config=config,
+            inputs_embeds=x,
+            attention_mask=None,
+            past_key_values=cache,
+            position_ids=positions,
+        )
+        return mask, rotary(x, position_ids=positions)
+
+    return [call], 4.0 * s["new"] * s["head_dim"] + 4.0 * s["batch"] * s["context"] * s["head_dim"]
+
+
+def _embedding(make: _Maker, s: Mapping[str, int]) -> Built:
+    vocabulary = 1 << 15
+    table = make.normal(vocabulary, s["width"], std=WEIGHT_STD)
+    ids = make.torch.randint(vocabulary, (s["rows"],), device=make.device)
+    embedding = make.torch.nn.functional.embedding
+    return [lambda: embedding(ids, table)], 2.0 * (table.numel() + s["rows"] * s["width"])
+
+
+def _kv_concat(make: _Maker, s: Mapping[str, int]) -> Built:
+    cat = make.torch.cat
+    batch, heads, dim = s["batch"], s["kv_heads"], s["head_dim"]
+    past_len = s["context"] - s["new"]
+    k, v = (make.heads(batch, s["new"], heads, dim) for _ in range(2))
+    if not past_len:
+        empty = make.torch.tensor([], dtype=make.dtype, device=make.device)
+        return [lambda: (cat([empty, k], dim=-2), cat([empty, v], dim=-2))], 2.0 * 4 * k.numel()
+    copies = _copies(2.0 * 2 * batch * heads * past_len * dim)
+    pasts = [[make.normal(batch, heads, past_len, dim) for _ in range(2)] for _ in range(copies)]
+    calls: list[Call] = [
+        lambda p=p: (cat([p[0], k], dim=-2), cat([p[1], v], dim=-2)) for p in pasts
+    ]
+    return calls, 2.0 * 2 * (copies + 1) * batch * heads * past_len * dim
+
+
+def _repeat_kv(make: _Maker, s: Mapping[str, int]) -> Built:
+    from transformers.integrations.sdpa_attention import repeat_kv
+
+    groups = s["q_heads"] // s["kv_heads"]
+    k, v = (make.normal(s["batch"], s["kv_heads"], s["context"], s["head_dim"]) for _ in range(2))
+    return [lambda: (repeat_kv(k, groups), repeat_kv(v, groups))], 2.0 * 2 * (
+        1 + groups
+    ) * k.numel()
+
+
+def _argmax(make: _Maker, s: Mapping[str, int]) -> Built:
+    logits = make.normal(s["rows"], s["width"])
+    return [lambda: logits.argmax(dim=-1)], 2.0 * logits.numel()
+
+
+_BUILDERS: dict[str, Callable[[_Maker, Mapping[str, int]], Built]] = {
+    "gemm": _gemm,
+    "attention_prefill": lambda make, s: _attention(make, s, masked=False),
+    "attention_decode": lambda make, s: _attention(make, s, masked=False),
+    "attention_decode_masked": lambda make, s: _attention(make, s, masked=True),
+    "hf_rmsnorm": _rmsnorm,
+    "hf_rope": _rope,
+    "hf_silu_mul": _silu_mul,
+    "hf_add": _add,
+    "hf_prepare": _prepare,
+    "embedding": _embedding,
+    "hf_kv_concat": _kv_concat,
+    "hf_repeat_kv": _repeat_kv,
+    "argmax": _argmax,
+}

@@ -1,0 +1,432 @@
+"""The command line: one verb, one library call. Everything heavy is imported inside the verb."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from energylens import __version__
+from energylens.errors import EnergyLensError, SpecError
+from energylens.spec.system import Config, Mode, Parallelism, Phase, Workload
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from energylens.results import Anchors, Measurement
+
+EXIT_FAILURE, EXIT_INPUT, EXIT_INFEASIBLE, EXIT_INTERRUPTED = 1, 2, 3, 130
+
+_T = TypeVar("_T")
+
+# Base of every complaint about arguments; typer exports only this subclass of it.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+app = typer.Typer(
+    name="energylens",
+    help="Predict the joules and seconds of LLM inference before anything is deployed.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
+Device = Annotated[str, typer.Option(help="Device by name or YAML file.")]
+Engine = Annotated[str, typer.Option(help="Engine profile by name or YAML file.")]
+Bundles = Annotated[
+    list[Path] | None,
+    typer.Option("--bundle", help="Calibration bundle to use instead of the shipped ones."),
+]
+AnchorFiles = Annotated[
+    list[Path] | None,
+    typer.Option("--anchor", help="Anchor file of the boards or the host; repeatable."),
+]
+Without = Annotated[
+    str | None, typer.Option(help="Composition laws to leave out, joined by commas (cap,host).")
+]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code (DESIGN section 5); no traceback gets out.
+
+    Args:
+        argv: arguments without the program's name; the process's own by default.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    _log_to_stderr()
+    try:
+        return int(app(arguments, prog_name="energylens", standalone_mode=False) or 0)
+    except EnergyLensError as error:
+        return _fail("error", str(error), error.exit_code)
+    except _UsageError as error:
+        return _fail("error", _usage_message(error), EXIT_INPUT)
+    except (KeyboardInterrupt, typer.Abort):
+        return _fail("interrupted", "what was measured so far is kept", EXIT_INTERRUPTED)
+    except Exception as error:  # noqa: BLE001 - the edge of the process: no traceback gets out
+        text = f"{type(error).__name__}: {error}; ENERGYLENS_DEBUG=1 shows where"
+        return _fail("unexpected failure", text, EXIT_FAILURE)
+
+
+def _log_to_stderr() -> None:
+    logger = logging.getLogger("energylens")
+    if not any(isinstance(h, _StderrHandler) for h in logger.handlers):
+        logger.addHandler(_StderrHandler())
+
+
+class _StderrHandler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        sys.stderr.write(f"energylens: {record.levelname.lower()}: {record.getMessage()}\n")
+
+
+def _fail(what: str, message: str, code: int) -> int:
+    if os.environ.get("ENERGYLENS_DEBUG"):
+        traceback.print_exc()
+    sys.stderr.write(f"energylens: {what}: {' '.join(message.split())}\n")
+    return code
+
+
+def _usage_message(error: Exception) -> str:
+    context = getattr(error, "ctx", None)
+    hint = f" (see `{context.command_path} --help`)" if context else ""
+    message: str = getattr(error, "format_message", error.__str__)()
+    return f"{message}{hint}"
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        sys.stdout.write(f"energylens {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Predict the joules and seconds of LLM inference before anything is deployed."""
+
+
+@app.command()
+def predict(
+    spec: Annotated[str, typer.Argument(help="Model by name (`energylens list specs`) or file.")],
+    phase: Annotated[str, typer.Option(help="prefill, decode, request, or all.")] = "all",
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    prompt_len: Annotated[int, typer.Option(help="Prompt tokens of each sequence.")] = 1024,
+    gen_len: Annotated[
+        int, typer.Option(help="Generated tokens, the one that prefill makes included.")
+    ] = 128,
+    context_len: Annotated[
+        float | None,
+        typer.Option(help="Mean KV length of the decode step [prompt-len + gen-len / 2]."),
+    ] = None,
+    device: Device = "h200",
+    engine: Engine = "vllm",
+    mode: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Launch mode, [PHASE=]eager|cuda_graph|serving; cuda_graph alone means decode."
+        ),
+    ] = None,
+    tp: Annotated[int | None, typer.Option(help="Tensor parallel degree.")] = None,
+    ep: Annotated[int, typer.Option(help="Expert parallel degree; adds no GPUs.")] = 1,
+    pp: Annotated[int | None, typer.Option(help="Pipeline parallel degree.")] = None,
+    dp: Annotated[int | None, typer.Option(help="Attention data parallel degree.")] = None,
+    replicas: Annotated[int | None, typer.Option(help="Independent copies.")] = None,
+    gpus: Annotated[
+        int | None, typer.Option(help="replicas x dp x tp x pp; given alone, it sets --tp.")
+    ] = None,
+    power_limit: Annotated[float | None, typer.Option(help="Power limit of each GPU in W.")] = None,
+    anchor: AnchorFiles = None,
+    bundle: Bundles = None,
+    without: Without = None,
+    as_json: Json = False,
+) -> None:
+    """Latency and energy of one configuration."""
+    from energylens.predict import Catalogue, predict
+    from energylens.report import infeasible_document, prediction_document, prediction_table
+    from energylens.results import Infeasible
+
+    catalogue = Catalogue(bundle_files=tuple(bundle or ()))
+    workload = Workload(
+        batch=batch,
+        prompt_len=prompt_len,
+        gen_len=gen_len,
+        context_len=_positive("--context-len", context_len),
+    )
+    parallelism = _parallelism(gpus=gpus, tp=tp, ep=ep, pp=pp, dp=dp, replicas=replicas)
+    model, profile, board = (
+        catalogue.spec(spec),
+        catalogue.engine(engine),
+        catalogue.device(device),
+    )
+    result = predict(
+        model,
+        engine=profile,
+        device=board,
+        config=Config(
+            parallelism=parallelism,
+            modes=_modes(mode or []),
+            power_limit_w=_positive("--power-limit", power_limit),
+        ),
+        workload=workload,
+        bundles=catalogue.bundles(board, profile),
+        anchors=_load_anchors(anchor),
+        phases=_phases(phase),
+        without=_laws(without),
+        link=catalogue.link(board, parallelism.gpus),
+    )
+    if not isinstance(result, Infeasible):
+        _show(prediction_document(result) if as_json else prediction_table(result))
+        return
+    if as_json:
+        _show(
+            infeasible_document(
+                result,
+                spec=model.name,
+                device=board.name,
+                engine=profile.name,
+                parallelism=parallelism,
+                workload=workload,
+            )
+        )
+    raise typer.Exit(_fail("infeasible", result.reason, EXIT_INFEASIBLE))
+
+
+@app.command()
+def validate(
+    truth: Annotated[list[Path], typer.Argument(help="One or more truth CSV files.")],
+    by: Annotated[
+        str | None, typer.Option(help="Fields that make groups, e.g. engine,phase,spec,tp.")
+    ] = None,
+    ignore_anchors: Annotated[
+        bool, typer.Option("--ignore-anchors", help="Predict all rows as a typical board.")
+    ] = False,
+    anchor: AnchorFiles = None,
+    bundle: Bundles = None,
+    without: Without = None,
+    as_json: Json = False,
+) -> None:
+    """Predictions against measurements: errors, bias, rank correlation, interval coverage."""
+    from energylens.predict import Catalogue, predict_measurement
+    from energylens.report import validation_document, validation_table
+    from energylens.truth import read_measurements
+    from energylens.validate import validate
+
+    catalogue, laws = Catalogue(bundle_files=tuple(bundle or ())), _laws(without)
+    given = _load_anchors(anchor)
+    result = validate(
+        [_with_anchors(m, given) for m in read_measurements(truth)],
+        lambda m, anchors: predict_measurement(
+            m, anchors=anchors, without=laws, catalogue=catalogue
+        ),
+        by=_parts(by),
+        ignore_anchors=ignore_anchors,
+    )
+    _show(validation_document(result) if as_json else validation_table(result))
+
+
+@app.command(name="list")
+def list_known(
+    kind: Annotated[
+        str | None, typer.Argument(help="specs, devices, engines, clusters or bundles [all].")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """What is known: models, devices, engines, clusters, calibration bundles."""
+    from energylens.predict import Catalogue
+    from energylens.report import listing_document, listing_table
+
+    kinds = ("specs", "devices", "engines", "clusters", "bundles")
+    chosen = kinds if kind is None else (_choice("list", kind, {k: k for k in kinds}),)
+    catalogue = Catalogue()
+    names = {k: catalogue.list(k) for k in chosen}
+    _show(listing_document(names) if as_json else listing_table(names))
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """What this machine can measure, and why not."""
+    from energylens.meter.doctor import diagnose
+    from energylens.report import doctor_document, doctor_text
+
+    document = doctor_document(asdict(diagnose(os.environ)))
+    _show(document if as_json else doctor_text(document))
+
+
+@app.command()
+def calibrate(
+    device: Annotated[
+        str | None, typer.Option(help="Device that must be present [the one found].")
+    ] = None,
+    gpus: Annotated[int, typer.Option(help="GPUs; from 2 on, collectives are measured too.")] = 1,
+    for_spec: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--for", help="Models whose per-worker shapes to measure; repeat or join by commas."
+        ),
+    ] = None,
+    tp: Annotated[str, typer.Option(help="Degrees of --for, joined by commas.")] = "1",
+    plan: Annotated[Path | None, typer.Option(help="Plan file instead of --for.")] = None,
+    provider: Annotated[str, typer.Option(help="Whose kernels to measure.")] = "torch",
+    minutes: Annotated[
+        float | None, typer.Option(help="Time to spend [until all is measured].")
+    ] = None,
+    anchor: Annotated[
+        bool, typer.Option("--anchor", help="Only fit the boards and the host: 20 s a board.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Folder for samples, bundle and anchors.")] = Path(
+        "calibration"
+    ),
+    resume: Annotated[
+        bool,
+        typer.Option("--resume/--fresh", help="Go on where the last run stopped, or start anew."),
+    ] = True,
+    fit_only: Annotated[
+        bool, typer.Option("--fit-only", help="Measure nothing, fit the samples that are there.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the measuring order.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Measure kernels or anchors on the GPUs present; write samples and a bundle."""
+    from energylens.bench.calibrate import run
+    from energylens.report import facts_table
+
+    found = run(
+        device=device,
+        gpus=gpus,
+        specs=tuple(name for text in for_spec or () for name in _parts(text)),
+        tp=_degrees(tp),
+        plan=plan,
+        provider=provider,
+        minutes=_positive("--minutes", minutes),
+        anchor=anchor,
+        out=out,
+        resume=resume,
+        fit_only=fit_only,
+        seed=seed,
+    )
+    _show(found if as_json else facts_table(found))
+
+
+def _show(result: Mapping[str, Any] | RenderableType) -> None:
+    """Write a result to stdout: a mapping as JSON, a text as it is, anything else as a table."""
+    if isinstance(result, Mapping):
+        result = json.dumps(result, indent=2, allow_nan=False)
+    if not isinstance(result, str):
+        from rich.console import Console
+
+        # Folded columns are worse than long lines where nobody looks at a terminal.
+        width = None if sys.stdout.isatty() else 160
+        console = Console(width=width, highlight=False, markup=False, emoji=False)
+        with console.capture() as text:
+            console.print(result)
+        result = text.get().rstrip("\n")
+    try:
+        sys.stdout.write(f"{result}\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader (`head`, say) has seen enough; what Python flushes at exit must go somewhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _parts(text: str | None) -> tuple[str, ...]:
+    return tuple(part.strip() for part in (text or "").split(",") if part.strip())
+
+
+def _choice(option: str, text: str, allowed: Mapping[str, _T]) -> _T:
+    if text not in allowed:
+        raise SpecError(f"{option}: unknown value {text!r}; allowed: {', '.join(allowed)}")
+    return allowed[text]
+
+
+def _phases(text: str) -> tuple[Phase, ...]:
+    allowed = {phase.value: (phase,) for phase in Phase} | {"all": tuple(Phase)}
+    chosen = {p for part in _parts(text) for p in _choice("--phase", part, allowed)}
+    if not chosen:
+        raise SpecError(f"--phase: {text!r} names no phase; allowed: {', '.join(allowed)}")
+    return tuple(phase for phase in Phase if phase in chosen)
+
+
+def _modes(texts: Sequence[str]) -> dict[Phase, Mode]:
+    """``[PHASE=]MODE`` of each text; a mode alone is for both phases, a CUDA graph for decode."""
+    phases = {phase.value: phase for phase in (Phase.PREFILL, Phase.DECODE)}
+    modes: dict[Phase, Mode] = {}
+    for text in texts:
+        name, _, value = text.rpartition("=")
+        mode = _choice("--mode", value, {m.value: m for m in Mode})
+        if name:
+            modes[_choice("--mode", name, phases)] = mode
+        else:
+            both = (Phase.DECODE,) if mode is Mode.CUDA_GRAPH else (Phase.PREFILL, Phase.DECODE)
+            modes.update(dict.fromkeys(both, mode))
+    return modes
+
+
+def _parallelism(
+    *,
+    gpus: int | None,
+    tp: int | None,
+    ep: int,
+    pp: int | None,
+    dp: int | None,
+    replicas: int | None,
+) -> Parallelism:
+    given = {"tp": tp, "pp": pp, "dp": dp, "replicas": replicas}
+    degrees = {name: n for name, n in given.items() if n is not None}
+    if gpus is not None and not degrees:
+        degrees = {"tp": gpus}
+    parallelism = Parallelism(ep=ep, **degrees)
+    if gpus is not None and gpus != parallelism.gpus:
+        raise SpecError(
+            f"--gpus is {gpus}, but replicas x dp x tp x pp = {parallelism.gpus}; "
+            "change one of them, or give --gpus alone"
+        )
+    return parallelism
+
+
+def _load_anchors(paths: Sequence[Path] | None) -> Anchors | None:
+    if not paths:
+        return None
+    from energylens.anchors import load_anchors
+
+    return load_anchors(*paths)
+
+
+def _with_anchors(measurement: Measurement, given: Anchors | None) -> Measurement:
+    """The row with the given boards and host where it holds none of its own."""
+    own = measurement.anchors
+    if given is None or own is None:
+        return replace(measurement, anchors=own or given)
+    merged = replace(own, boards=own.boards or given.boards, host=own.host or given.host)
+    return replace(measurement, anchors=merged)
+
+
+def _laws(text: str | None) -> frozenset[str]:
+    from energylens.schedule import LAWS
+
+    allowed = {law: law for law in LAWS}
+    return frozenset(_choice("--without", part, allowed) for part in _parts(text))
+
+
+def _positive(option: str, value: float | None) -> float | None:
+    if value is not None and not 0 < value < math.inf:
+        raise SpecError(f"{option}: {value:g} found, and must be a number above 0")
+    return value
+
+
+def _degrees(text: str) -> tuple[int, ...]:
+    parts = _parts(text)
+    if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise SpecError(f"--tp: {text!r} found, and must be degrees joined by commas, e.g. 1,2,4")
+    return tuple(dict.fromkeys(int(part) for part in parts))

@@ -1,0 +1,1 @@
+"""Pricing: features, regressors, roofline, boards, and the bundle that carries them."""

@@ -1,0 +1,116 @@
+"""Boards differ: what an anchor says about one, and how costs of a typical board become that board's (DESIGN law 8).
+
+Power above idle scales by two ratios: that of a memory stream, and that of a large GEMM brought to
+the maximum clock. Time scales by memory bandwidth only; a board's speed at the power cap follows
+from its GEMM power, in `schedule`, not from here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+from energylens.results import BoardAnchor, Cost
+from energylens.spec.system import Device
+
+# Expected order statistics of a standard normal (Blom's approximation), for boards that nobody has
+# measured.
+_BLOM = 0.375
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Board:
+    """One board relative to a typical one.
+
+    Attributes:
+        idle_w: power with a context and nothing running.
+        memory_power, compute_power: above-idle power of memory-bound and compute-bound work at the
+            maximum clock, over a typical board's.
+        memory_time: time of a memory-bound read over a typical board's.
+    """
+
+    idle_w: float
+    memory_power: float = 1.0
+    compute_power: float = 1.0
+    memory_time: float = 1.0
+
+    def localise(self, cost: Cost) -> Cost:
+        """The cost on this board of an op that costs ``cost`` on a typical one."""
+        slower = 1.0 + cost.memory_share * (self.memory_time - 1.0)
+        power = (
+            cost.compute_share * self.compute_power + (1.0 - cost.compute_share) * self.memory_power
+        )
+        return replace(
+            cost, latency_s=cost.latency_s * slower, energy_j=cost.energy_j * slower * power
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Standard deviations between boards: natural logs of the ratios of `Board`, and watts of idle."""
+
+    memory_power: float
+    compute_power: float
+    memory_time: float
+    idle_w: float
+
+
+def gemm_power_at_max_clock(anchor: BoardAnchor, device: Device, eta: float) -> float:
+    """Above-idle watts that the anchor's GEMM would draw at the maximum clock, were there no cap.
+
+    Dynamic energy per execution goes with clock**eta and executions per second with the clock.
+    """
+    clock = anchor.gemm_mhz * 1e6 if anchor.gemm_mhz else device.clock_max_hz
+    return (anchor.gemm_w - anchor.idle_w) * (device.clock_max_hz / clock) ** (1.0 + eta)
+
+
+def board(anchor: BoardAnchor, typical: BoardAnchor, device: Device, eta: float) -> Board:
+    """A board from its anchor, relative to the typical anchor of a bundle."""
+    return Board(
+        idle_w=anchor.idle_w,
+        memory_power=(anchor.stream_w - anchor.idle_w) / (typical.stream_w - typical.idle_w),
+        compute_power=gemm_power_at_max_clock(anchor, device, eta)
+        / gemm_power_at_max_clock(typical, device, eta),
+        memory_time=typical.gemv_gbs / anchor.gemv_gbs
+        if anchor.gemv_gbs and typical.gemv_gbs
+        else 1.0,
+    )
+
+
+def typical_anchor(anchors: Sequence[BoardAnchor]) -> BoardAnchor:
+    """Geometric mean of anchors, field by field over the boards that have it."""
+
+    def mean(name: str) -> float | None:
+        values = [getattr(a, name) for a in anchors if getattr(a, name) is not None]
+        return math.exp(sum(map(math.log, values)) / len(values)) if values else None
+
+    numbers = {
+        f.name: mean(f.name)
+        for f in fields(BoardAnchor)
+        if f.name not in ("board_uuid", "device", "time")
+    }
+    return BoardAnchor(board_uuid="typical", device=anchors[0].device, **numbers)  # type:
+    ignore[arg - type]
+
+
+def typical_boards(count: int, idle_w: float, spread: Spread) -> tuple[Board, ...]:
+    """``count`` boards that nobody has measured: at the expected order statistics of the spread between boards.
+
+    One board is the typical one; of several, the slowest is what sets the pace under tensor
+    parallelism.
+    """
+    from statistics import NormalDist
+
+    boards = []
+    for i in range(count):
+        z = NormalDist().inv_cdf((i + 1 - _BLOM) / (count + 1 - 2 * _BLOM))
+        boards.append(
+            Board(
+                idle_w=idle_w + z * spread.idle_w,
+                memory_power=math.exp(z * spread.memory_power),
+                compute_power=math.exp(z * spread.compute_power),
+                memory_time=math.exp(z * spread.memory_time),
+            )
+        )
+    return tuple(boards)

@@ -1,0 +1,288 @@
+"""The bridge between calibrating and predicting: one versioned, hashed JSON file per device and provider.
+
+No pickle: a bundle holds training points and hyper-parameters as numbers, and everything derived
+from them is computed when it is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from energylens.cost.board import Spread
+from energylens.cost.model import CostModelSet, KernelModel, Published
+from energylens.cost.regress import GaussianProcess
+from energylens.errors import CalibrationError
+from energylens.results import BoardAnchor, BundleRef, HostAnchor
+from energylens.spec.system import Device, Link
+
+SCHEMA = "energylens/bundle/v1"
+_DIGITS = 7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Laws:
+    """Constants of the composition laws (DESIGN section 4), fitted on mixes, never on end-to-end runs.
+
+    Attributes:
+        eta: above-idle energy of an execution goes with clock**eta.
+        compute_scale: factor on the prior's compute share.
+        cap_fraction: mean power that the governor holds, over the power limit.
+        gap_s: time between kernels of a captured graph beyond what the kernels took alone, per
+            launch.
+        wait_w: above-idle watts of a board that waits for its host.
+        spin_w: above-idle watts of a board that spins in a collective.
+        latency_sd, energy_sd: relative errors of composed mixes with everything else right
+            (composition component).
+    """
+
+    eta: float = 1.0
+    compute_scale: float = 1.0
+    cap_fraction: float = 0.985
+    gap_s: float = 0.0
+    wait_w: float = 0.0
+    spin_w: float = 0.0
+    latency_sd: float = 0.15
+    energy_sd: float = 0.15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostLaw:
+    """Host time of an eager step: ``step_s + launches * launch_s``, by number of workers (1, or more).
+
+    Attributes:
+        step_s, launch_s: seconds on the host that made the bundle, keyed by workers.
+        anchor: that host's anchor; another host's times scale with its module time.
+        rel_se: relative standard error on the same host.
+    """
+
+    step_s: Mapping[int, float]
+    launch_s: Mapping[int, float]
+    anchor: HostAnchor
+    rel_se: float
+
+    def nearest(self, workers: int) -> int:
+        """The measured number of workers that stands for ``workers``: the largest that does not exceed it."""
+        known = sorted(self.launch_s)
+        return max((n for n in known if n <= workers), default=known[0])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Bundle:
+    """Fitted cost models of one device and software stack.
+
+    Attributes:
+        device, provider, version: what it stands for; version is a date and a counter.
+        power_limit_w: limit under which everything was measured.
+        boards: anchors of the boards that made it; ``typical`` is their mean, ``spread`` how they
+            differ.
+        kernels: fitted kernels; laws and host: composition.
+        versions: software of the calibration; facts: points, errors and sample hash, for reports.
+        sha256: hash of the file's content.
+    """
+
+    device: str
+    provider: str
+    version: str
+    power_limit_w: float
+    boards: tuple[BoardAnchor, ...]
+    typical: BoardAnchor
+    spread: Spread
+    kernels: Mapping[str, KernelModel]
+    laws: Laws
+    host: HostLaw | None = None
+    published: Published | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    sha256: str = ""
+
+    @property
+    def ref(self) -> BundleRef:
+        """Short reference for results."""
+        return BundleRef(
+            device=self.device, provider=self.provider, version=self.version, sha256=self.sha256
+        )
+
+    def model(self, device: Device, link: Link | None = None) -> CostModelSet:
+        """The bundle's cost model for ``device``."""
+        return CostModelSet(
+            device=device,
+            kernels=self.kernels,
+            compute_scale=self.laws.compute_scale,
+            link=link,
+            published=self.published,
+        )
+
+
+def _numbers(values: Any) -> Any:
+    array = np.asarray(values, dtype=np.float64)
+    return json.loads(json.dumps([float(f"{v:.{_DIGITS}g}") for v in array.ravel()]))
+
+
+def _gp_to_json(gp: GaussianProcess) -> dict[str, Any]:
+    return {
+        "y": _numbers(gp.y),
+        "noise": _numbers(gp.noise),
+        "length": _numbers(gp.length),
+        "signal": gp.signal,
+        "mean": gp.mean,
+    }
+
+
+def _gp_from_json(d: Mapping[str, Any], x: Any) -> GaussianProcess:
+    return GaussianProcess(
+        x=x,
+        y=np.array(d["y"], dtype=np.float64),
+        noise=np.array(d["noise"], dtype=np.float64),
+        length=np.array(d["length"], dtype=np.float64),
+        signal=float(d["signal"]),
+        mean=float(d["mean"]),
+    )
+
+
+def _kernel_to_json(k: KernelModel) -> dict[str, Any]:
+    return {
+        "x": [_numbers(row) for row in k.latency.x],
+        "latency": _gp_to_json(k.latency),
+        "power": _gp_to_json(k.power),
+        "latency_rel_se": k.latency_rel_se,
+        "power_rel_se": k.power_rel_se,
+        "measured": sorted([list(shape), dtype] for _, shape, dtype in k.measured),
+    }
+
+
+def _kernel_from_json(name: str, d: Mapping[str, Any]) -> KernelModel:
+    x = np.array(d["x"], dtype=np.float64)
+    return KernelModel(
+        kernel=name,
+        latency=_gp_from_json(d["latency"], x),
+        power=_gp_from_json(d["power"], x),
+        latency_rel_se=float(d["latency_rel_se"]),
+        power_rel_se=float(d["power_rel_se"]),
+        measured=frozenset(
+            (name, tuple(float(v) for v in shape), dtype) for shape, dtype in d["measured"]
+        ),
+    )
+
+
+def _content(bundle: Bundle) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "device": bundle.device,
+        "provider": bundle.provider,
+        "version": bundle.version,
+        "power_limit_w": bundle.power_limit_w,
+        "boards": [asdict(b) for b in bundle.boards],
+        "typical": asdict(bundle.typical),
+        "spread": asdict(bundle.spread),
+        "laws": asdict(bundle.laws),
+        "host": None
+        if bundle.host is None
+        else {
+            "step_s": {str(k): v for k, v in bundle.host.step_s.items()},
+            "launch_s": {str(k): v for k, v in bundle.host.launch_s.items()},
+            "anchor": asdict(bundle.host.anchor),
+            "rel_se": bundle.host.rel_se,
+        },
+        "published": None
+        if bundle.published is None
+        else {
+            "workers": list(bundle.published.workers),
+            "values": list(bundle.published.values),
+            "latency_s": {
+                k: [_numbers(r) for r in v] for k, v in bundle.published.latency_s.items()
+            },
+        },
+        "versions": dict(bundle.versions),
+        "facts": dict(bundle.facts),
+        "kernels": {name: _kernel_to_json(k) for name, k in sorted(bundle.kernels.items())},
+    }
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def dump_bundle(bundle: Bundle) -> str:
+    """The bundle as the text of its file, with the hash of its content."""
+    content = _content(bundle)
+    return (
+        json.dumps({**content, "sha256": _digest(content)}, separators=(",", ":"), allow_nan=False)
+        + "\n"
+    )
+
+
+def load_bundle(path: Path) -> Bundle:
+    """Read and check a bundle.
+
+    Raises:
+        CalibrationError: missing, not a bundle, cut off, or its content does not match its hash.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CalibrationError(f"{path}: cannot read the bundle ({error.strerror})") from None
+    except ValueError:
+        raise CalibrationError(
+            f"{path}: not a bundle, or cut off; calibrate again or fetch the file again"
+        ) from None
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+        found = document.get("schema") if isinstance(document, dict) else type(document).__name__
+        raise CalibrationError(f"{path}: schema {found!r} found, {SCHEMA} needed")
+    sha256 = document.pop("sha256", None)
+    if sha256 != _digest(document):
+        raise CalibrationError(
+            f"{path}: the content does not match its sha256; the file was changed or damaged"
+        )
+    try:
+        return _parse(document, sha256)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CalibrationError(
+            f"{path}: a bundle of another version ({error}); calibrate again"
+        ) from None
+
+
+def _parse(d: Mapping[str, Any], sha256: str) -> Bundle:
+    host, published = d["host"], d["published"]
+    return Bundle(
+        device=d["device"],
+        provider=d["provider"],
+        version=d["version"],
+        power_limit_w=float(d["power_limit_w"]),
+        boards=tuple(BoardAnchor(**b) for b in d["boards"]),
+        typical=BoardAnchor(**d["typical"]),
+        spread=Spread(**d["spread"]),
+        laws=Laws(**d["laws"]),
+        host=None
+        if host is None
+        else HostLaw(
+            step_s={int(k): float(v) for k, v in host["step_s"].items()},
+            launch_s={int(k): float(v) for k, v in host["launch_s"].items()},
+            anchor=HostAnchor(**host["anchor"]),
+            rel_se=float(host["rel_se"]),
+        ),
+        published=None
+        if published is None
+        else Published(
+            workers=tuple(published["workers"]),
+            values=tuple(published["values"]),
+            latency_s={k: np.array(v, dtype=np.float64) for k, v in published["latency_s"].items()},
+        ),
+        versions=d["versions"],
+        facts=d["facts"],
+        kernels={name: _kernel_from_json(name, k) for name, k in d["kernels"].items()},
+        sha256=sha256,
+    )
+
+
+def select(bundles: Sequence[Bundle], device: str, provider: str) -> Bundle | None:
+    """The newest bundle of a device and provider, or None."""
+    fitting = [b for b in bundles if b.device == device and b.provider == provider]
+    return max(fitting, key=lambda b: b.version, default=None)

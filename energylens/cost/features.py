@@ -1,0 +1,207 @@
+"""Op x device -> a physical prior and a fixed-order feature vector; the one piece that predicting and fitting share.
+
+The prior is a roofline with nominal efficiencies: it carries the scaling over decades, and
+regressors learn only the (smooth, bounded) ratio of measurement to prior.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from energylens.graph import Op
+from energylens.spec.system import Device
+
+Array = NDArray[np.float64]
+
+COMPUTE_EFFICIENCY = 0.85  # nominal, of the dense peak at the maximum clock
+MEMORY_EFFICIENCY = 0.88  # nominal, of the datasheet bandwidth
+LAUNCH_S = 1.5e-6  # nominal floor of one kernel in a graph
+COLLECTIVE_S = 10e-6  # nominal floor of one collective
+COLLECTIVE_BANDWIDTH_SHARE = 0.1  # nominal algorithm bandwidth over memory bandwidth
+BASE_POWER_SHARE = 0.1  # nominal dynamic power of a kernel that does nothing, of (limit - idle)
+COMPUTE_POWER_SHARE = (
+    1.6  # the same of a GEMM at the dense peak and maximum clock: it would overrun the cap
+)
+MEMORY_POWER_SHARE = 0.8  # the same of a stream at full bandwidth
+
+_TILES = ((64, 64, 0.55), (64, 128, 0.75), (64, 256, 0.85), (128, 128, 0.92), (256, 128, 1.0))
+"""Tile height, width and relative efficiency of matrix kernels: enough to see wave quantisation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prior:
+    """Nominal time and above-idle energy of one execution, and what they were made of.
+
+    ``compute_s`` and ``memory_s`` are the two roofs; ``compute_share`` in [0, 1] says how much of
+    the time scales with 1/clock.
+    """
+
+    latency_s: float
+    energy_j: float
+    compute_s: float
+    memory_s: float
+    compute_share: float
+
+
+def launches_of(op: Op) -> int:
+    """CUDA kernels of one execution, by kernel: what a floor in time is made of.
+
+    Not ``op.launches``, which is the engine's count of eager launches and differs between engines.
+    """
+    return _LAUNCHES.get(op.kernel, 1)
+
+
+_LAUNCHES: Mapping[str, int] = {
+    "hf_rmsnorm": 6,
+    "hf_rope": 10,
+    "hf_silu_mul": 2,
+    "hf_kv_concat": 2,
+    "hf_repeat_kv": 2,
+    "hf_prepare": 10,
+    "attention_decode_masked": 2,
+}
+
+_PASSES: Mapping[str, float] = {"hf_rmsnorm": 8.0, "hf_rope": 5.0, "hf_silu_mul": 5 / 3}
+"""Eager modules write their intermediates: device memory traffic over the least traffic (nominal)."""
+
+
+def prior(op: Op, device: Device) -> Prior:
+    """Roofline with nominal efficiencies; also the fallback where nothing is measured."""
+    peak = (
+        device.peak_flops.get(op.dtype)
+        or device.peak_flops.get("bf16")
+        or max(device.peak_flops.values())
+    )
+    if op.type.is_collective:
+        return _collective_prior(op, device)
+    moved = (op.bytes_read + op.bytes_written) * _PASSES.get(op.kernel, 1.0)
+    compute = op.flops / (COMPUTE_EFFICIENCY * peak) if op.kernel in _MATRIX else 0.0
+    memory = moved / (MEMORY_EFFICIENCY * device.memory_bandwidth_bytes_s)
+    latency = LAUNCH_S * launches_of(op) + max(compute, memory)
+    span = device.power_limit_w - device.idle_w
+    power = span * (
+        BASE_POWER_SHARE + (COMPUTE_POWER_SHARE * compute + MEMORY_POWER_SHARE * memory) / latency
+    )
+    share = compute**2 / (compute**2 + memory**2) if compute > 0 else 0.0
+    return Prior(
+        latency_s=latency,
+        energy_j=power * latency,
+        compute_s=compute,
+        memory_s=memory,
+        compute_share=share,
+    )
+
+
+def _collective_prior(op: Op, device: Device) -> Prior:
+    latency = COLLECTIVE_S + op.bytes_read / (
+        COLLECTIVE_BANDWIDTH_SHARE * device.memory_bandwidth_bytes_s
+    )
+    power = 2 * BASE_POWER_SHARE * (device.power_limit_w - device.idle_w)
+    return Prior(
+        latency_s=latency, energy_j=power * latency, compute_s=0.0, memory_s=0.0, compute_share=0.0
+    )
+
+
+_MATRIX = frozenset({"gemm", "attention_prefill", "attention_decode", "attention_decode_masked"})
+
+
+def _log2(*values: float) -> list[float]:
+    return [math.log2(max(v, 1e-9)) for v in values]
+
+
+def wave_waste(m: float, n: float, sm_count: int) -> float:
+    """log2 of the share of the device that the best tile keeps busy; 0 is all of it.
+
+    Tiles do not fill their last wave over the SMs; small shapes fill no wave at all.
+    """
+    best = 0.0
+    for height, width, efficiency in _TILES:
+        tiles = math.ceil(m / height) * math.ceil(n / width)
+        slots = math.ceil(tiles / sm_count) * sm_count * height * width
+        best = max(best, efficiency * m * n / slots)
+    return math.log2(best)
+
+
+def _gemm(op: Op, device: Device) -> list[float]:
+    m, n, k = op.shape
+    return [*_log2(m, n, k), wave_waste(m, n, device.sm_count)]
+
+
+def _attention_prefill(op: Op, device: Device) -> list[float]:
+    s = op.sizes
+    return _log2(
+        s["new"],
+        s["context"],
+        s["batch"] * s["q_heads"],
+        s["q_heads"] / s["kv_heads"],
+        s["head_dim"],
+    )
+
+
+def _attention_decode(op: Op, device: Device) -> list[float]:
+    s = op.sizes
+    return _log2(
+        s["context"], s["batch"] * s["kv_heads"], s["q_heads"] / s["kv_heads"], s["head_dim"]
+    )
+
+
+def _rope(op: Op, device: Device) -> list[float]:
+    s = op.sizes
+    return _log2(s["batch"] * s["new"], (s["q_heads"] + s["kv_heads"]) * s["head_dim"])
+
+
+def _kv_concat(op: Op, device: Device) -> list[float]:
+    s = op.sizes
+    return _log2(
+        s["context"],
+        s["batch"] * s["kv_heads"] * s["head_dim"],
+        s["context"] / (s["context"] - s["new"] + 1),
+    )
+
+
+def _repeat_kv(op: Op, device: Device) -> list[float]:
+    s = op.sizes
+    return _log2(
+        s["context"], s["batch"] * s["kv_heads"] * s["head_dim"], s["q_heads"] / s["kv_heads"]
+    )
+
+
+def _prepare(op: Op, device: Device) -> list[float]:
+    s = op.sizes
+    return _log2(s["new"], s["batch"], s["context"])
+
+
+def _plain(op: Op, device: Device) -> list[float]:
+    return _log2(*op.shape)
+
+
+_FEATURES: Mapping[str, tuple[tuple[str, ...], Callable[[Op, Device], list[float]]]] = {
+    "gemm": (("m", "n", "k", "wave"), _gemm),
+    "attention_prefill": (("new", "context", "heads", "group", "head_dim"), _attention_prefill),
+    "attention_decode": (("context", "kv", "group", "head_dim"), _attention_decode),
+    "attention_decode_masked": (("context", "kv", "group", "head_dim"), _attention_decode),
+    "hf_rope": (("tokens", "width"), _rope),
+    "hf_kv_concat": (("context", "width", "growth"), _kv_concat),
+    "hf_repeat_kv": (("context", "width", "group"), _repeat_kv),
+    "hf_prepare": (("new", "batch", "context"), _prepare),
+}
+
+
+def feature_names(kernel: str) -> tuple[str, ...]:
+    """Names of the features of a kernel, all in log2, in the order of `features`."""
+    if kernel in _FEATURES:
+        return _FEATURES[kernel][0]
+    from energylens.graph import kernel_type
+
+    return kernel_type(kernel).dims
+
+
+def features(ops: Sequence[Op], device: Device) -> Array:
+    """Feature matrix of ops of one kernel, [ops, features]."""
+    function = _FEATURES[ops[0].kernel][1] if ops[0].kernel in _FEATURES else _plain
+    return np.array([function(op, device) for op in ops], dtype=np.float64)

@@ -1,0 +1,182 @@
+"""Ops -> costs on a typical board: fitted regressors where there are any, the roofline elsewhere."""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from energylens.cost.features import features, prior
+from energylens.cost.regress import GaussianProcess
+from energylens.cost.roofline import roofline
+from energylens.graph import Op
+from energylens.results import Cost, Source
+from energylens.spec.system import Device, Link
+
+INTERPOLATED_WITHIN = 1.5  # length scales to the nearest calibrated point
+
+
+class AbstractCostModel(abc.ABC):
+    """Prices ops on a typical board of one device type."""
+
+    @abc.abstractmethod
+    def costs(self, ops: Sequence[Op]) -> list[Cost]:
+        """Cost of one execution of each op, in order: at the maximum clock, energy above idle.
+
+        Never fails for a known kernel: what was not calibrated comes back with a weaker `Source`
+            and a wider
+        standard error.
+        """
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KernelModel:
+    """Regressors of one kernel.
+
+    Attributes:
+        kernel: key of `graph.KERNELS`.
+        latency: log(seconds / prior) at the maximum clock on a typical board.
+        power: log(above-idle watts / prior) likewise.
+        latency_rel_se, power_rel_se: root mean square of the held-out errors (whole shape groups
+            left out).
+        measured: ops (kernel, shape, dtype) that were calibrated as they are.
+    """
+
+    kernel: str
+    latency: GaussianProcess
+    power: GaussianProcess
+    latency_rel_se: float
+    power_rel_se: float
+    measured: frozenset[tuple[str, tuple[float, ...], str]]
+
+    def costs(self, ops: Sequence[Op], device: Device, compute_scale: float) -> list[Cost]:
+        """Price ops of this kernel; see `AbstractCostModel.costs`."""
+        x = features(ops, device)
+        log_t, sd_t = self.latency.predict(x)
+        log_p, sd_p = self.power.predict(x)
+        near = self.latency.nearest(x)
+        out = []
+        for i, op in enumerate(ops):
+            p = prior(op, device)
+            latency = p.latency_s * math.exp(log_t[i])
+            power = p.energy_j / p.latency_s * math.exp(log_p[i])
+            share = min(1.0, compute_scale * p.compute_share)
+            if op.key in self.measured:
+                source = Source.MEASURED
+            elif near[i] <= INTERPOLATED_WITHIN:
+                source = Source.INTERPOLATED
+            else:
+                source = Source.EXTRAPOLATED
+            out.append(
+                Cost(
+                    latency_s=latency,
+                    energy_j=power * latency,
+                    compute_share=share,
+                    memory_share=min(1.0 - share, p.memory_s / latency),
+                    latency_rel_se=_rel_se(sd_t[i], self.latency_rel_se, source),
+                    energy_rel_se=math.hypot(
+                        _rel_se(sd_p[i], self.power_rel_se, source),
+                        _rel_se(sd_t[i], self.latency_rel_se, source),
+                    ),
+                    source=source,
+                )
+            )
+        return out
+
+
+def _rel_se(sd: float, held_out: float, source: Source) -> float:
+    """The regressor's own spread, but away from measured shapes never less than what was seen on held-out groups."""
+    return float(sd) if source is Source.MEASURED else max(float(sd), held_out)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """Published collective latencies: how time depends on the number of workers, per kernel and size.
+
+    Attributes:
+        workers: counts of the table, ascending.
+        values: message sizes (values of the result), ascending.
+        latency_s: kernel -> seconds, [workers, values].
+    """
+
+    workers: tuple[int, ...]
+    values: tuple[float, ...]
+    latency_s: Mapping[str, NDArray[np.float64]]
+
+    def ratio(self, kernel: str, values: float, workers: int, reference: int) -> float:
+        """Time of ``workers`` over time of ``reference`` workers at one message size, log-log interpolated."""
+        table = self.latency_s[kernel]
+
+        def log_time(n: int) -> float:
+            by_count = [
+                np.interp(math.log(values), np.log(self.values), np.log(row)) for row in table
+            ]
+            return float(np.interp(math.log(n), np.log(self.workers), by_count))
+
+        return math.exp(log_time(workers) - log_time(reference))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CostModelSet(AbstractCostModel):
+    """Routes each op to its kernel's regressors.
+
+    Attributes:
+        device: datasheet of the device that is priced.
+        kernels: kernel -> model.
+        compute_scale: factor on the prior's compute share (from the mixes).
+        link: interconnect, for collectives without a calibration.
+        published: worker dependence of the collectives beyond those measured.
+    """
+
+    device: Device
+    kernels: Mapping[str, KernelModel] = field(default_factory=dict)
+    compute_scale: float = 1.0
+    link: Link | None = None
+    published: Published | None = None
+
+    def costs(self, ops: Sequence[Op]) -> list[Cost]:
+        """See `AbstractCostModel.costs`."""
+        out: list[Cost | None] = [None] * len(ops)
+        by_kernel: dict[str, list[int]] = defaultdict(list)
+        for i, op in enumerate(ops):
+            by_kernel[op.kernel].append(i)
+        for kernel, indices in by_kernel.items():
+            batch = [ops[i] for i in indices]
+            for i, cost in zip(indices, self._kernel_costs(kernel, batch), strict=True):
+                out[i] = cost
+        return [c for c in out if c is not None]
+
+    def _kernel_costs(self, kernel: str, ops: Sequence[Op]) -> list[Cost]:
+        model = self.kernels.get(kernel)
+        if model is None:
+            return [roofline(op, self.device, self.link) for op in ops]
+        if not ops[0].type.is_collective:
+            return model.costs(ops, self.device, self.compute_scale)
+        return [self._collective(model, op) for op in ops]
+
+    def _collective(self, model: KernelModel, op: Op) -> Cost:
+        """Measured worker counts directly; others by the published dependence on the number of workers."""
+        known = {int(key[1][1]) for key in model.measured}
+        workers = int(op.sizes["workers"])
+        if workers in known or self.published is None:
+            return model.costs([op], self.device, self.compute_scale)[0]
+        reference = max(known)
+        same = Op(
+            name=op.name, kernel=op.kernel, shape=(op.shape[0], float(reference)), dtype=op.dtype
+        )
+        cost = model.costs([same], self.device, self.compute_scale)[0]
+        ratio = self.published.ratio(op.kernel, op.shape[0], workers, reference)
+        return Cost(
+            latency_s=cost.latency_s * ratio,
+            energy_j=cost.energy_j * ratio,
+            compute_share=cost.compute_share,
+            memory_share=cost.memory_share,
+            latency_rel_se=math.hypot(cost.latency_rel_se, 0.15),
+            energy_rel_se=math.hypot(cost.energy_rel_se, 0.25),
+            source=max(cost.source, Source.EXTRAPOLATED),
+        )

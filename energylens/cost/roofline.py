@@ -1,0 +1,66 @@
+"""The datasheet model: what is said where nothing was measured, with an interval wide enough to be honest."""
+
+from __future__ import annotations
+
+from energylens.cost.features import COLLECTIVE_S, prior
+from energylens.graph import Op
+from energylens.results import Cost, Source
+from energylens.spec.system import Device, Link
+
+# An unfitted roofline was 12 % off for GEMMs, and up to twice for eager modules and small kernels.
+LATENCY_REL_SE = 0.35
+ENERGY_REL_SE = 0.40
+LINK_EFFICIENCY = 0.7  # nominal
+
+
+def roofline(op: Op, device: Device, link: Link | None = None) -> Cost:
+    """Cost from the datasheet alone.
+
+    Args:
+        op: any op; a collective needs ``link``.
+        device: datasheet.
+        link: interconnect of the workers; without one, collectives cost their nominal prior.
+    """
+    if op.type.is_collective:
+        return _collective(op, device, link)
+    p = prior(op, device)
+    return Cost(
+        latency_s=p.latency_s,
+        energy_j=p.energy_j,
+        compute_share=p.compute_share,
+        memory_share=min(1.0 - p.compute_share, p.memory_s / p.latency_s),
+        latency_rel_se=LATENCY_REL_SE,
+        energy_rel_se=ENERGY_REL_SE,
+        source=Source.ROOFLINE,
+    )
+
+
+BUS_FACTOR = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+}
+"""Traffic per worker over the size of the result, as nccl-tests define bus bandwidth."""
+
+
+def _collective(op: Op, device: Device, link: Link | None) -> Cost:
+    p = prior(op, device)
+    latency = p.latency_s
+    if link is not None:
+        workers = op.sizes["workers"]
+        traffic = BUS_FACTOR[op.kernel](workers) * op.bytes_read
+        latency = (
+            COLLECTIVE_S
+            + link.latency_s * (workers - 1)
+            + traffic / (LINK_EFFICIENCY * link.bandwidth_bytes_s)
+        )
+    return Cost(
+        latency_s=latency,
+        energy_j=p.energy_j * latency / p.latency_s,
+        compute_share=0.0,
+        memory_share=0.0,
+        latency_rel_se=LATENCY_REL_SE,
+        energy_rel_se=ENERGY_REL_SE,
+        source=Source.ROOFLINE,
+    )

@@ -1,0 +1,546 @@
+"""Samples -> bundle: regressors per kernel with held-out errors, laws from the mixes, host law from the host points.
+
+All samples are first brought to one reference, a typical board at the maximum clock: the clock law
+undoes the power cap (an op that held it alone settled at its own clock), the board's anchor undoes
+the board. Both directions use the same laws, so what they get wrong for an op alone cancels when
+that op is predicted on such a board again.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from energylens.cost.board import Board, Spread, board, typical_anchor
+from energylens.cost.bundle import Bundle, HostLaw, Laws
+from energylens.cost.features import features, prior
+from energylens.cost.model import CostModelSet, KernelModel, Published
+from energylens.cost.regress import GaussianProcess
+from energylens.errors import CalibrationError
+from energylens.graph import Op
+from energylens.results import BoardAnchor, HostAnchor
+from energylens.spec.system import Device
+from energylens.store import Sample, Store
+
+Array = NDArray[np.float64]
+
+FEWEST_POINTS = 4
+CAPPED_BELOW = 0.97  # of the maximum clock: the op held the power cap
+# What a handful of boards cannot tell about all boards: never claim a smaller spread (natural
+# logs, watts).
+FLOOR = Spread(memory_power=0.06, compute_power=0.03, memory_time=0.01, idle_w=4.0)
+MIN_POWER_W = 1.0  # an op that draws less above idle than this drew nothing that the meter can tell
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelFit:
+    """Held-out errors of one kernel, in percent (root mean square and largest), and its number of points."""
+
+    kernel: str
+    points: int
+    groups: int
+    latency_rms_pct: float
+    latency_max_pct: float
+    power_rms_pct: float
+    power_max_pct: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FitReport:
+    """What `calibrate` prints after fitting.
+
+    Attributes:
+        kernels: held-out errors per kernel.
+        mixes: label -> (latency, energy) error in percent of the composed prediction.
+        skipped: reasons, and how many samples were not used for each.
+    """
+
+    kernels: tuple[KernelFit, ...]
+    mixes: Mapping[str, tuple[float, float]]
+    skipped: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Data:
+    """Usable samples with their boards."""
+
+    device: Device
+    limit_w: float
+    anchors: Mapping[str, BoardAnchor]
+    typical: BoardAnchor
+    ops: Mapping[str, list[Sample]]
+    mixes: list[Sample]
+    hosts: list[Sample]
+    idles: list[Sample]
+
+
+def fit_bundle(
+    folders: Sequence[Path],
+    *,
+    device: Device,
+    provider: str,
+    published: Published | None = None,
+    version: str | None = None,
+) -> tuple[Bundle, FitReport]:
+    """Fit everything that the samples of ``folders`` allow.
+
+    Args:
+        folders: stores of one device, provider and power limit.
+        device: its datasheet.
+        provider: whose kernels ran.
+        published: collective latencies over worker counts, to be carried in the bundle.
+        version: of the bundle; today's date by default.
+
+    Raises:
+        CalibrationError: no usable samples, no anchors, or different power limits.
+    """
+    stores = [Store(f) for f in folders]
+    data, skipped = _gather(stores, device)
+    host_anchor = next(
+        (
+            r.anchors.host
+            for s in reversed(stores)
+            for r in s.runs.values()
+            if r.anchors and r.anchors.host
+        ),
+        None,
+    )
+    laws = Laws(cap_fraction=_cap_fraction(data))
+    models: dict[str, KernelModel] = {}
+    for _ in range(2):  # the laws shape the regressors' targets, and the regressors the laws
+        models = {
+            k: _fit_kernel(k, s, data, laws)
+            for k, s in sorted(data.ops.items())
+            if len(s) >= FEWEST_POINTS
+        }
+        laws = _fit_laws(data, models, laws)
+    errors = _mix_errors(data, models, laws)
+    laws = replace(laws, **_composition_sd(errors), **_waiting(data))
+    bundle = Bundle(
+        device=device.name,
+        provider=provider,
+        version=version or datetime.datetime.now(datetime.UTC).date().isoformat(),
+        power_limit_w=data.limit_w,
+        boards=tuple(data.anchors.values()),
+        typical=data.typical,
+        spread=_spread(data, laws.eta),
+        kernels=models,
+        laws=laws,
+        host=_fit_host(data.hosts, host_anchor),
+        published=published,
+        versions=_merged_versions(stores),
+    )
+    fits = tuple(_held_out(m, data.ops[k]) for k, m in models.items())
+    facts: dict[str, Any] = {
+        "points": {f.kernel: f.points for f in fits},
+        "held_out": [asdict(f) for f in fits],
+        "mixes": {label: [round(t, 2), round(e, 2)] for label, (t, e) in errors.items()},
+        "runs": sorted(r for s in stores for r in s.runs),
+        "samples_sha256": _samples_hash(folders),
+    }
+    return replace(bundle, facts=facts), FitReport(kernels=fits, mixes=errors, skipped=skipped)
+
+
+def _samples_hash(folders: Sequence[Path]) -> str:
+    digest = hashlib.sha256()
+    for f in sorted(folders):
+        digest.update((f / "samples.csv").read_bytes())
+    return digest.hexdigest()
+
+
+def _merged_versions(stores: Sequence[Store]) -> Mapping[str, str]:
+    """Package -> version, or all versions where runs differ."""
+    seen: dict[str, dict[str, None]] = defaultdict(dict)
+    for s in stores:
+        for run in s.runs.values():
+            for name, v in run.versions.items():
+                seen[name].setdefault(v)
+    return {name: " / ".join(vs) for name, vs in sorted(seen.items())}
+
+
+def _gather(stores: Sequence[Store], device: Device) -> tuple[_Data, Mapping[str, int]]:
+    anchors: dict[str, list[BoardAnchor]] = defaultdict(list)
+    limits: dict[float, str] = {}
+    for store in stores:
+        for run in store.runs.values():
+            if run.device != device.name:
+                raise CalibrationError(
+                    f"{store.folder}: run {run.run_id} is of {run.device}, not of {device.name}"
+                )
+            if run.power_limit_w is not None:
+                limits.setdefault(round(run.power_limit_w), f"{store.folder}, run {run.run_id}")
+            for a in run.anchors.boards if run.anchors else ():
+                anchors[a.board_uuid].append(a)
+    if len(limits) > 1:
+        (a_w, a), (b_w, b) = list(limits.items())[:2]
+        raise CalibrationError(
+            f"samples of different power limits do not mix: {a_w:.0f} W ({a}) and {b_w:.0f} W ({b}); fit them apart"
+        )
+    if not anchors:
+        raise CalibrationError(
+            "no run has an anchor; `energylens calibrate` takes one at its start"
+        )
+    per_board = {
+        u: replace(typical_anchor(a), board_uuid=u, time=a[-1].time) for u, a in anchors.items()
+    }
+    skipped: dict[str, int] = defaultdict(int)
+    ops: dict[str, list[Sample]] = defaultdict(list)
+    blocks: dict[str, list[Sample]] = {"mix": [], "host": [], "idle": []}
+    for sample in (s for store in stores for s in store.samples):
+        reason = _why_unused(sample, per_board)
+        if reason:
+            skipped[reason] += 1
+        elif sample.block == "op":
+            ops[sample.op.kernel].append(sample)
+        elif sample.block in blocks:
+            blocks[sample.block].append(sample)
+    if not ops:
+        raise CalibrationError(f"no usable samples: {dict(skipped) or 'the folders are empty'}")
+    data = _Data(
+        device=device,
+        limit_w=float(next(iter(limits), device.power_limit_w)),
+        anchors=per_board,
+        typical=typical_anchor(list(per_board.values())),
+        ops=ops,
+        mixes=blocks["mix"],
+        hosts=blocks["host"],
+        idles=blocks["idle"],
+    )
+    return data, skipped
+
+
+def _why_unused(sample: Sample, anchors: Mapping[str, BoardAnchor]) -> str:
+    if sample.trial is None:
+        return f"skipped: {sample.reason}"
+    if not sample.trial.valid:
+        return f"invalid: {sample.trial.reason}"
+    if sample.block in ("op", "mix") and sample.trial.power_w is None:
+        return "no power"
+    if sample.block in ("op", "mix") and any(
+        u not in anchors for u in sample.board_uuid.split(";")
+    ):
+        return "board without an anchor"
+    return ""
+
+
+def _cap_fraction(data: _Data) -> float:
+    """Mean power over the limit of everything that held the cap."""
+    held = [
+        s.trial.power_w / data.limit_w
+        for s in (*data.mixes, *(s for group in data.ops.values() for s in group))
+        if s.trial and s.trial.power_w and s.trial.clock_hz
+        and s.trial.clock_hz < CAPPED_BELOW * data.device.clock_max_hz
+        and s.trial.power_w > 0.93 * data.limit_w
+    ]  # fmt: skip
+    return float(np.median(held)) if held else Laws().cap_fraction
+
+
+def _spread(data: _Data, eta: float) -> Spread:
+    """Standard deviations between the calibrated boards, but never less than `FLOOR`."""
+    boards = [board(a, data.typical, data.device, eta) for a in data.anchors.values()]
+    if len(boards) < 2:
+        return FLOOR
+
+    def sd(values: Sequence[float]) -> float:
+        return float(np.std(values, ddof=1))
+
+    return Spread(
+        memory_power=max(FLOOR.memory_power, sd([math.log(b.memory_power) for b in boards])),
+        compute_power=max(FLOOR.compute_power, sd([math.log(b.compute_power) for b in boards])),
+        memory_time=max(FLOOR.memory_time, sd([math.log(b.memory_time) for b in boards])),
+        idle_w=max(FLOOR.idle_w, sd([b.idle_w for b in boards])),
+    )
+
+
+# ---------------------------------------------------------------- one kernel
+
+
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    """One sample on a typical board at the maximum clock."""
+
+    latency_s: float
+    power_w: float
+
+
+def _board(data: _Data, uuids: str, laws: Laws) -> Board:
+    """The board of a sample; of several workers, their mean."""
+    boards = [board(data.anchors[u], data.typical, data.device, laws.eta) for u in uuids.split(";")]
+    return Board(
+        idle_w=float(np.mean([b.idle_w for b in boards])),
+        memory_power=float(np.mean([b.memory_power for b in boards])),
+        compute_power=float(np.mean([b.compute_power for b in boards])),
+        memory_time=float(np.mean([b.memory_time for b in boards])),
+    )
+
+
+def _clock_ratio(sample: Sample, device: Device) -> float:
+    clock = sample.trial.clock_hz if sample.trial else None
+    ratio = clock / device.clock_max_hz if clock else 1.0
+    return ratio if ratio < CAPPED_BELOW else 1.0
+
+
+def _reference(sample: Sample, op: Op, data: _Data, laws: Laws) -> _Reference:
+    trial = sample.trial
+    if trial is None or trial.power_w is None:
+        raise CalibrationError(f"sample {sample.label} holds no power")
+    own = _board(data, sample.board_uuid, laws)
+    p = prior(op, data.device)
+    share = min(1.0, laws.compute_scale * p.compute_share)
+    f = _clock_ratio(sample, data.device)
+    latency = trial.latency_s * (share * f + 1.0 - share)
+    energy = max(MIN_POWER_W, trial.power_w - own.idle_w) * trial.latency_s / f**laws.eta
+    memory_share = min(1.0 - share, p.memory_s / latency)
+    slower = 1.0 + memory_share * (own.memory_time - 1.0)
+    scale = share * own.compute_power + (1.0 - share) * own.memory_power
+    return _Reference(latency / slower, energy / latency / scale)
+
+
+def _targets(samples: Sequence[Sample], data: _Data, laws: Laws) -> tuple[Array, Array]:
+    """log(latency / prior) and log(power / prior) of samples of one kernel, each [samples]."""
+    t, p = [], []
+    for s in samples:
+        nominal, reference = prior(s.op, data.device), _reference(s, s.op, data, laws)
+        t.append(math.log(reference.latency_s / nominal.latency_s))
+        p.append(math.log(reference.power_w / (nominal.energy_j / nominal.latency_s)))
+    return np.array(t), np.array(p)
+
+
+def _fit_kernel(kernel: str, samples: Sequence[Sample], data: _Data, laws: Laws) -> KernelModel:
+    x = features([s.op for s in samples], data.device)
+    y_t, y_p = _targets(samples, data, laws)
+    noise_t = np.array([s.trial.latency_rel_se for s in samples if s.trial])
+    noise_p = np.array([s.trial.power_rel_se or 0.0 for s in samples if s.trial])
+    model = KernelModel(
+        kernel=kernel,
+        latency=_fit_gp(x, y_t, noise_t),
+        power=_fit_gp(x, y_p, noise_p),
+        latency_rel_se=0.0,
+        power_rel_se=0.0,
+        measured=frozenset(s.op.key for s in samples),
+    )
+    groups = _groups(x)
+    rms = {name: _rms(getattr(model, name).leave_out(groups)) for name in ("latency", "power")}
+    return replace(model, latency_rel_se=rms["latency"], power_rel_se=rms["power"])
+
+
+def _fit_gp(x: Array, y: Array, noise: Array) -> GaussianProcess:
+    """Hyper-parameters by maximum likelihood (scikit-learn), evaluated by our own process from then on."""
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.gaussian_process import GaussianProcessRegressor
+    from sklearn.gaussian_process.kernels import RBF, ConstantKernel, WhiteKernel
+
+    mean = float(y.mean())
+    varying = np.ptp(x, axis=0) > 1e-9
+    spans = np.where(varying, np.ptp(x, axis=0), 1.0)
+    kernel = ConstantKernel(0.05, (1e-4, 10.0)) * RBF(
+        np.maximum(1.0, spans / 3), [(0.4, 60.0) if v else (59.0, 60.0) for v in varying]
+    ) + WhiteKernel(1e-3, (1e-5, 0.1))
+    gp = GaussianProcessRegressor(kernel, alpha=noise**2, n_restarts_optimizer=2, random_state=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", ConvergenceWarning
+        )  # a bound reached is an answer, not a failure
+        gp.fit(x, y - mean)
+    fitted = gp.kernel_
+    return GaussianProcess(
+        x=x,
+        y=y,
+        noise=np.sqrt(noise**2 + fitted.k2.noise_level),
+        length=np.broadcast_to(
+            np.asarray(fitted.k1.k2.length_scale, dtype=np.float64), (x.shape[1],)
+        ).copy(),
+        signal=math.sqrt(fitted.k1.k1.constant_value),
+        mean=mean,
+    )
+
+
+def _groups(x: Array) -> NDArray[np.int64]:
+    """Shape groups to hold out: points that differ in their first feature (rows, context) only are one group.
+
+    The wave feature follows from the others and does not count. Where that leaves a single group,
+    each location is one.
+    """
+    key = x[:, 1:3] if x.shape[1] > 3 else x[:, 1:]
+    _, groups = np.unique(np.round(key, 6), axis=0, return_inverse=True)
+    if len(np.unique(groups)) < 3:
+        _, groups = np.unique(np.round(x, 6), axis=0, return_inverse=True)
+    return np.asarray(groups, dtype=np.int64).reshape(-1)
+
+
+def _rms(values: Array) -> float:
+    return float(np.sqrt(np.mean(values**2)))
+
+
+def _held_out(model: KernelModel, samples: Sequence[Sample]) -> KernelFit:
+    groups = _groups(model.latency.x)
+    t, p = model.latency.leave_out(groups), model.power.leave_out(groups)
+    return KernelFit(
+        kernel=model.kernel,
+        points=len(samples),
+        groups=len(np.unique(groups)),
+        latency_rms_pct=100 * _rms(t),
+        latency_max_pct=100 * float(np.abs(t).max()),
+        power_rms_pct=100 * _rms(p),
+        power_max_pct=100 * float(np.abs(p).max()),
+    )
+
+
+# ---------------------------------------------------------------- composition
+
+
+def _compose(
+    sample: Sample, data: _Data, models: Mapping[str, KernelModel], laws: Laws
+) -> tuple[float, float, float]:
+    """Predicted (latency, energy with idle, clock ratio) of a mix on its own board."""
+    from energylens.schedule import Constants, Worker, kernel_result
+
+    costs = CostModelSet(
+        device=data.device, kernels=models, compute_scale=laws.compute_scale
+    ).costs(sample.ops)
+    own = _board(data, sample.board_uuid, laws)
+    local = [own.localise(c) for c in costs]
+    worker = Worker(
+        idle_w=own.idle_w,
+        cap_w=laws.cap_fraction * data.limit_w,
+        latency_s=np.array([c.latency_s for c in local]),
+        energy_j=np.array([c.energy_j for c in local]),
+    )
+    constants = Constants(eta=laws.eta, gap_s=laws.gap_s, wait_w=0.0, spin_w=0.0)
+    return kernel_result(sample.ops, costs, worker, constants)
+
+
+def _mix_errors(
+    data: _Data, models: Mapping[str, KernelModel], laws: Laws
+) -> dict[str, tuple[float, float]]:
+    out = {}
+    for s in data.mixes:
+        if s.trial is None or s.trial.power_w is None:
+            continue
+        t, e, _ = _compose(s, data, models, laws)
+        measured_e = s.trial.power_w * s.trial.latency_s
+        out[f"{s.label} ({s.board_uuid})"] = (
+            100 * math.log(t / s.trial.latency_s),
+            100 * math.log(e / measured_e),
+        )
+    return out
+
+
+def _fit_laws(data: _Data, models: Mapping[str, KernelModel], laws: Laws) -> Laws:
+    """eta, compute share and gap that bring the composed mixes closest to the measured ones.
+
+    The regressors' targets depend on the first two; hyper-parameters are kept while these move.
+    """
+    from scipy.optimize import least_squares
+
+    usable = [s for s in data.mixes if all(o.kernel in models for o in s.ops)]
+    if len(usable) < FEWEST_POINTS:
+        return laws
+
+    def moved(theta: Array) -> tuple[Laws, dict[str, KernelModel]]:
+        new = replace(
+            laws, eta=float(theta[0]), compute_scale=float(theta[1]), gap_s=float(theta[2]) * 1e-6
+        )
+        return new, {k: _retarget(m, data.ops[k], data, new) for k, m in models.items()}
+
+    def residuals(theta: Array) -> Array:
+        new, shifted = moved(theta)
+        out = []
+        for s in usable:
+            if s.trial is None or s.trial.power_w is None:
+                continue
+            t, e, f = _compose(s, data, shifted, new)
+            out += [
+                math.log(t / s.trial.latency_s),
+                math.log(e / (s.trial.power_w * s.trial.latency_s)),
+            ]
+            if s.trial.clock_hz:
+                out.append(math.log(f / _clock_ratio(s, data.device)))
+        return np.array(out)
+
+    start = np.array([laws.eta, laws.compute_scale, laws.gap_s * 1e6])
+    found = least_squares(
+        residuals,
+        start,
+        bounds=([0.3, 0.5, -1.0], [2.5, 1.5, 2.0]),
+        loss="soft_l1",
+        f_scale=0.03,
+        diff_step=1e-3,
+    )
+    return moved(found.x)[0]
+
+
+def _retarget(
+    model: KernelModel, samples: Sequence[Sample], data: _Data, laws: Laws
+) -> KernelModel:
+    y_t, y_p = _targets(samples, data, laws)
+    latency, power = model.latency, model.power
+    return replace(
+        model,
+        latency=replace(latency, y=y_t, mean=float(y_t.mean())),
+        power=replace(power, y=y_p, mean=float(y_p.mean())),
+    )
+
+
+def _composition_sd(errors: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    if len(errors) < FEWEST_POINTS:
+        return {}
+    values = np.array(list(errors.values())) / 100
+    return {"latency_sd": _rms(values[:, 0]), "energy_sd": _rms(values[:, 1])}
+
+
+def _waiting(data: _Data) -> dict[str, float]:
+    """Above-idle watts while launching (label ``launching``) and while spinning in a collective (``spin``)."""
+
+    def mean(label: str) -> float | None:
+        values = [
+            s.trial.power_w - data.anchors[s.board_uuid].idle_w
+            for s in data.idles
+            if s.label == label and s.trial and s.trial.power_w and s.board_uuid in data.anchors
+        ]
+        return max(0.0, float(np.mean(values))) if values else None
+
+    found = {"wait_w": mean("launching"), "spin_w": mean("spin")}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _fit_host(samples: Sequence[Sample], anchor: HostAnchor | None) -> HostLaw | None:
+    """Seconds per step and per launch, by number of workers, as least relative error over the host points."""
+    if anchor is None:
+        return None
+    by_workers: dict[int, list[tuple[int, float]]] = defaultdict(list)
+    for s in samples:
+        if s.trial:
+            workers = max(
+                [int(o.sizes["workers"]) for o in s.ops if o.type.is_collective], default=1
+            )
+            by_workers[workers].append(
+                (sum(o.count * o.launches for o in s.ops), s.trial.latency_s)
+            )
+    step_s, launch_s, residuals = {}, {}, []
+    for workers, points in by_workers.items():
+        if len(points) < 2:
+            continue
+        n = np.array([p[0] for p in points], dtype=np.float64)
+        t = np.array([p[1] for p in points])
+        design = np.column_stack([1 / t, n / t])  # relative errors: each row divided by its time
+        (a, b), *_ = np.linalg.lstsq(design, np.ones_like(t), rcond=None)
+        if a < 0:
+            a, b = 0.0, float((n / t).sum() / ((n / t) ** 2).sum())
+        step_s[workers], launch_s[workers] = float(a), float(b)
+        residuals += list((a + b * n) / t - 1)
+    if not launch_s:
+        return None
+    return HostLaw(
+        step_s=step_s, launch_s=launch_s, anchor=anchor, rel_se=max(0.05, _rms(np.array(residuals)))
+    )

@@ -1,0 +1,446 @@
+"""From entries to kernels: what a worker executes, collectives and the engine's extras too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+from energylens.errors import SpecError, UnsupportedError
+from energylens.graph import KERNELS, EinsumCount, Op, count_einsum, kernel_type
+from energylens.lower.fuse import Group, groups
+from energylens.lower.shard import Sharding, entry_ranks, product, shard
+from energylens.results import Infeasible
+from energylens.spec.model import STEP_RANKS, Access, Block, Einsum, Entry, Spec
+from energylens.spec.system import Engine, Kernel, Mode, Parallelism, Sequences, Step
+
+
+class Item(Protocol):
+    """Part of a lowered model that becomes ops once the step is known."""
+
+    def ops(self, engine: Engine, step: Step) -> Iterator[Op]:
+        """The ops of one step."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lowered:
+    """A model on an engine at one degree of parallelism, for any step.
+
+    Attributes:
+        spec, engine, sharding: what was lowered, and how it is split.
+        items: what one worker executes, in order.
+    """
+
+    spec: Spec
+    engine: Engine
+    sharding: Sharding
+    items: tuple[Item, ...]
+
+    def ops(self, step: Step) -> tuple[Op, ...]:
+        """The ops that one worker executes in ``step``; a step without sequences has none.
+
+        Raises:
+            SpecError: the engine has no kernel for an op in this mode.
+        """
+        if not step.sequences:
+            return ()
+        return tuple(op for item in self.items for op in item.ops(self.engine, step))
+
+
+def lower_step(
+    spec: Spec, engine: Engine, parallelism: Parallelism, step: Step
+) -> tuple[Op, ...] | Infeasible:
+    """The ops that one worker executes in an engine step (those of a dense model do the same).
+
+    Args:
+        spec: the model.
+        engine: whose kernels, fusions and extra copies to use.
+        parallelism: degrees; replicas do not matter here.
+        step: the sequences served, and the launch mode.
+
+    Returns:
+        Ops in order of execution, named after the entries that they stand for; or why there are
+        none.
+
+    Raises:
+        SpecError: the engine has no kernel for an entry.
+        UnsupportedError: an entry or a fusion has a form that no kernel computes.
+    """
+    lowered = lower(spec, engine, parallelism)
+    return lowered if isinstance(lowered, Infeasible) else lowered.ops(step)
+
+
+def lower(spec: Spec, engine: Engine, parallelism: Parallelism) -> Lowered | Infeasible:
+    """Everything of `lower_step` that does not depend on the step; use it for many steps.
+
+    Raises:
+        SpecError: the engine has no kernel for an entry.
+        UnsupportedError: an entry or a fusion has a form that no kernel computes.
+    """
+    sharding = shard(spec, parallelism)
+    if isinstance(sharding, Infeasible):
+        return sharding
+    items = _Lowering(spec, engine, sharding).run()
+    return Lowered(spec=spec, engine=engine, sharding=sharding, items=items)
+
+
+# ---------------------------------------------------------------- items
+
+
+def _op(
+    engine: Engine,
+    mode: Mode,
+    key: str,
+    sizes: Mapping[str, float],
+    *,
+    name: str,
+    dtype: str,
+    count: int,
+) -> Op:
+    """An op of the kernel that ``engine`` uses for ``key`` in ``mode``, with the sizes it needs."""
+    kernel = engine.kernels.get(f"{key}.{mode}") or engine.kernels.get(key)
+    if kernel is None:
+        if key not in KERNELS or not KERNELS[key].is_collective:
+            raise SpecError(
+                f"engine {engine.name} has no kernel for {key!r} (entry {name!r}); it has "
+                f"{', '.join(sorted(engine.kernels))}"
+            )
+        kernel = Kernel(kernel=key, launches=1)
+    dims = kernel_type(kernel.kernel).dims
+    missing = [d for d in dims if d not in sizes]
+    if missing:
+        raise SpecError(
+            f"engine {engine.name} runs {key!r} (entry {name!r}) as {kernel.kernel!r}, which needs "
+            f"{missing[0]!r}; such entries have {', '.join(sizes)}"
+        )
+    return Op(
+        name=name,
+        kernel=kernel.kernel,
+        shape=tuple(sizes[d] for d in dims),
+        dtype=dtype,
+        count=count,
+        launches=kernel.launches,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rowwise:
+    """A kernel whose work grows with the rows of the step.
+
+    Attributes:
+        per: step rank that makes the rows: ``s`` (all new tokens), ``b`` (sequences), ``""`` (one).
+        scaled: sizes per row; fixed: sizes that do not depend on the step.
+    """
+
+    name: str
+    key: str
+    dtype: str
+    count: int
+    per: str
+    scaled: Mapping[str, float]
+    fixed: Mapping[str, float]
+
+    def ops(self, engine: Engine, step: Step) -> Iterator[Op]:
+        rows = {"s": step.tokens, "b": step.batch, "": 1}[self.per]
+        sizes = dict(self.fixed)
+        for dim, per_row in self.scaled.items():
+            sizes[dim] = rows * per_row
+        if len({s.new for s in step.sequences}) == 1:
+            sizes["batch"], sizes["new"] = step.batch, step.sequences[0].new
+        else:  # a mixed step: all tokens as one sequence
+            sizes["batch"], sizes["new"] = 1, step.tokens
+        name, dtype, count = self.name, self.dtype, self.count
+        yield _op(engine, step.mode, self.key, sizes, name=name, dtype=dtype, count=count)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Attention:
+    """Causal attention and what is done to the cache before it, per group of sequences."""
+
+    kernel: str | None
+    dtype: str
+    count: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    cached: bool
+
+    def ops(self, engine: Engine, step: Step) -> Iterator[Op]:
+        for group in step.sequences:
+            yield from self._group(engine, step.mode, group)
+
+    def _group(self, engine: Engine, mode: Mode, group: Sequences) -> Iterator[Op]:
+        def op(key: str, name: str, kv_heads: int) -> Op:
+            sizes = {
+                "batch": group.count,
+                "new": group.new,
+                "context": group.context,
+                "q_heads": self.q_heads,
+                "kv_heads": kv_heads,
+                "head_dim": self.head_dim,
+                "rows": group.count * group.new,
+                "width": kv_heads * self.head_dim,
+            }
+            return _op(engine, mode, key, sizes, name=name, dtype=self.dtype, count=self.count)
+
+        decode = group.new == 1
+        kv_heads = self.kv_heads
+        if self.cached and "kv_append" in engine.kernels:
+            yield op("kv_append", "kv_append", kv_heads)
+        if decode and mode in engine.repeat_kv and kv_heads < self.q_heads:
+            yield op("repeat_kv", "repeat_kv", kv_heads)
+            kv_heads = self.q_heads
+        key = "attention_decode" if decode else "attention_prefill"
+        yield op(self.kernel or key, "attention", kv_heads)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepare:
+    """What a step prepares once for all layers."""
+
+    dtype: str
+    head_dim: int
+
+    def ops(self, engine: Engine, step: Step) -> Iterator[Op]:
+        group = step.sequences[0]
+        sizes = {
+            "batch": group.count,
+            "new": group.new,
+            "context": group.context,
+            "head_dim": self.head_dim,
+        }
+        yield _op(engine, step.mode, "prepare", sizes, name="prepare", dtype=self.dtype, count=1)
+
+
+# ---------------------------------------------------------------- the pass
+
+
+@lru_cache(maxsize=4096)
+def _count(einsum: Einsum, sizes: tuple[tuple[str, int], ...]) -> EinsumCount:
+    return count_einsum(einsum, dict(sizes))
+
+
+def _count_row(einsum: Einsum, sizes: Mapping[str, int]) -> EinsumCount:
+    """Count a contraction for one row: b, s and t are 1."""
+    ranks = sorted({r for a in (*einsum.inputs, einsum.output) for r in a.ranks})
+    known = {**sizes, **dict.fromkeys(STEP_RANKS, 1)}
+    return _count(einsum, tuple((r, known[r]) for r in ranks if r in known))
+
+
+def _activations(entry: Entry) -> tuple[Access, ...]:
+    return tuple(a for a in entry.accesses if not a.is_weight)
+
+
+def _weights(entry: Entry) -> tuple[Access, ...]:
+    return tuple(a for a in entry.accesses if a.is_weight)
+
+
+def _per(entry: Entry) -> str:
+    """Step rank that makes an entry's rows; one that reads weights only is a lookup by token."""
+    ranks = {r for a in _activations(entry) for r in a.ranks} or {"s"}
+    return next((r for r in ("s", "b") if r in ranks), "")
+
+
+class _Lowering:
+    """One walk over the blocks; knows which tensors are split at each point of it."""
+
+    def __init__(self, spec: Spec, engine: Engine, sharding: Sharding) -> None:
+        self._spec, self._engine, self._sharding = spec, engine, sharding
+        self._items: list[Item] = []
+        # By tensor. Named ops name no output: what no einsum wrote is as the last entry was.
+        self._is_split: dict[str, bool] = {}
+        self._was_split = True
+        einsums = [e for b in spec.blocks for e in b.cascade if e.einsum is not None]
+        self._logits = einsums[-1] if einsums else None
+
+    def run(self) -> tuple[Item, ...]:
+        for block in self._spec.blocks:
+            for group in groups(self._spec, self._engine, block):
+                splits = [self._enter(e, block) for e in group.members]
+                self._kernel(group, block, splits)
+                for entry, split in zip(group.members, splits, strict=True):
+                    self._leave(entry, block, split)
+        attention = next((i for i in self._items if isinstance(i, _Attention)), None)
+        if attention is not None and "prepare" in self._engine.kernels:
+            dtype = self._spec.precision.activations
+            self._items.insert(0, _Prepare(dtype=dtype, head_dim=attention.head_dim))
+        return tuple(self._items)
+
+    # -- tensors and collectives
+
+    def _enter(self, entry: Entry, block: Block) -> bool:
+        """Whether a worker does only its part of ``entry``: weights decide, else its inputs do.
+
+        Gathers the split inputs of an entry that the engine leaves whole.
+        """
+        carried = [a for a in _activations(entry) if self._sharding.splits(a.ranks)]
+        split_inputs = [a for a in carried if self._is_split.get(a.tensor, self._was_split)]
+        weights_split = any(self._sharding.splits(a.ranks) for a in _weights(entry))
+        split = bool(weights_split or split_inputs)
+        if entry.name in self._engine.tp_replicated:
+            split = False
+            for access in split_inputs:
+                values = product(access.ranks, self._padded)
+                self._collective("all_gather", access.tensor, _per(entry), values, block)
+                self._is_split[access.tensor] = False
+        if entry.einsum is not None:
+            out = entry.einsum.output
+            self._is_split[out.tensor] = split and self._sharding.splits(out.ranks)
+        self._was_split = split
+        return split
+
+    def _leave(self, entry: Entry, block: Block, split: bool) -> None:
+        """The collectives that follow ``entry``: of partial sums, and of the logits."""
+        if not split:
+            return
+        out = self._output_ranks(entry)
+        if self._sharding.splits(entry_ranks(entry) - set(out)):
+            values = product(out, self._sharding.local)
+            self._collective("all_reduce", entry.name, _per(entry), values, block)
+        einsum = entry.einsum if entry is self._logits else None
+        if einsum is not None and self._engine.gather_logits and self._sharding.splits(out):
+            values = product(out, self._padded)
+            self._collective("all_gather", entry.name, _per(entry), values, block)
+            self._is_split[einsum.output.tensor] = False
+
+    def _output_ranks(self, entry: Entry) -> tuple[str, ...]:
+        if entry.einsum is not None:
+            return entry.einsum.output.ranks
+        return (*(r for a in _activations(entry) for r in a.ranks), self._width_rank(entry))
+
+    @property
+    def _padded(self) -> Mapping[str, int]:
+        """Rank sizes of a tensor that is put together from all workers' parts."""
+        s = self._sharding
+        return {r: n * s.ways.get(r, 1) for r, n in s.local.items()}
+
+    def _collective(self, kind: str, name: str, per: str, values: float, block: Block) -> None:
+        self._items.append(
+            _Rowwise(
+                name=f"{name}_{kind}",
+                key=kind,
+                dtype=self._spec.precision.activations,
+                count=block.repeat,
+                per=per,
+                scaled={"values": values},
+                fixed={"workers": self._sharding.tp},
+            )
+        )
+
+    # -- kernels
+
+    def _kernel(self, group: Group, block: Block, splits: Sequence[bool]) -> None:
+        contracts_context = [
+            e.einsum is not None and any("t" in a.ranks for a in e.einsum.inputs)
+            for e in group.members
+        ]
+        if sum(contracts_context) > 1:
+            self._items.append(self._attention(group, block, splits[0]))
+        elif any("t" in entry_ranks(e) for e in group.members):
+            raise SpecError(
+                f"{self._spec.name}: engine {self._engine.name} has no kernel for {group.name!r} "
+                "alone; fuse attention, e.g. `fusion: [[scores, softmax, context]]` in the spec"
+            )
+        elif all(e.einsum is not None for e in group.members):
+            self._items.append(self._gemm(group, block, splits))
+        elif all(e.op is not None for e in group.members):
+            self._items.append(self._named(group, block, splits))
+        else:
+            raise UnsupportedError(
+                f"{self._spec.name}: engine {self._engine.name} has no kernel for {group.name!r}, "
+                "contractions and named ops in one; take them apart in `fusion`"
+            )
+
+    def _gemm(self, group: Group, block: Block, splits: Sequence[bool]) -> _Rowwise:
+        """Contractions of one input with one weight each, side by side as one GEMM."""
+        n, shared = 0.0, set()
+        for entry, split in zip(group.members, splits, strict=True):
+            einsum = entry.einsum
+            assert einsum is not None  # chosen by `_kernel`
+            c = _count_row(einsum, self._sharding.sizes(split))
+            if c.input_values != c.m * c.k or c.weight_values != c.k * c.n:
+                raise UnsupportedError(
+                    f"{self._spec.name}: {entry.name!r} ({einsum}) is not a GEMM of one input and "
+                    "one weight, the only contraction that there is a kernel for"
+                )
+            n += c.n
+            shared.add((_activations(entry), c.m, c.k))
+        if len(shared) > 1:
+            raise UnsupportedError(
+                f"{self._spec.name}: {group.name!r} cannot be one GEMM, its members read different "
+                "inputs; take them apart in `fusion`"
+            )
+        ((_, m, k),) = shared
+        return _Rowwise(
+            name=group.name,
+            key=self._hint(group) or "einsum",
+            dtype=self._spec.precision.weights,
+            count=block.repeat,
+            per=_per(group.members[0]),
+            scaled={"m": m},
+            fixed={"n": n, "k": k},
+        )
+
+    def _named(self, group: Group, block: Block, splits: Sequence[bool]) -> _Rowwise:
+        """Named ops over the rows of their first input; heads are counted from the first two."""
+        entry, sizes = group.members[-1], self._sharding.sizes(splits[-1])
+        width = self._width_rank(entry)
+        heads = [product((r for r in a.ranks if r != width), sizes) for a in _activations(entry)]
+        return _Rowwise(
+            name=group.name,
+            key=self._hint(group) or "+".join(e.op for e in group.members if e.op),
+            dtype=self._spec.precision.activations,
+            count=block.repeat,
+            per=_per(entry),
+            scaled={"rows": heads[0] if heads else 1},
+            fixed={
+                "width": product((width,), sizes),
+                "q_heads": heads[0] if heads else 0,
+                "kv_heads": heads[1] if len(heads) > 1 else 0,
+                "head_dim": product((width,), sizes),
+            },
+        )
+
+    def _width_rank(self, entry: Entry) -> str:
+        """The rank that a named op works along: the last of its weight, else of its first input."""
+        accesses = _weights(entry) or _activations(entry)
+        if not accesses or not accesses[0].ranks:
+            raise SpecError(f"{self._spec.name}: {entry.name!r} reads nothing with ranks; add `in`")
+        return accesses[0].ranks[-1]
+
+    def _attention(self, group: Group, block: Block, split: bool) -> _Attention:
+        """Scores, softmax and context as one kernel."""
+        scores = group.members[0]
+        einsum = scores.einsum
+        if einsum is None or len(einsum.inputs) != 2 or scores.mask != "causal":
+            raise UnsupportedError(
+                f"{self._spec.name}: attention {group.name!r} must start with a contraction of "
+                "queries and keys with `mask: causal`, the only one that there is a kernel for"
+            )
+        query, key = sorted(einsum.inputs, key=lambda a: "t" in a.ranks)
+        sizes = self._sharding.sizes(split)
+        head = einsum.reduced
+        kv_heads = product((r for r in key.ranks if r not in head), sizes)
+        head_dim = product(head, sizes)
+        cache = [e for e in block.cascade if e.cache]
+        cached_values = sum(product(self._output_ranks(e), sizes) for e in cache)
+        if cache and cached_values != 2 * kv_heads * head_dim:
+            raise UnsupportedError(
+                f"{self._spec.name}: the cache holds {cached_values} values per token and layer; "
+                f"there are kernels only for keys and values of {kv_heads} x {head_dim} each"
+            )
+        return _Attention(
+            kernel=self._hint(group),
+            dtype=self._spec.precision.kv_cache,
+            count=block.repeat,
+            q_heads=product((r for r in query.ranks if r not in head), sizes),
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            cached=bool(cache),
+        )
+
+    def _hint(self, group: Group) -> str | None:
+        """The kernel that a fusion asks for, where the engine has one of that name."""
+        return group.kernel if group.kernel in self._engine.kernels else None

@@ -1,0 +1,95 @@
+"""What one worker must hold: weights, cache, activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from energylens.errors import UnsupportedError
+from energylens.graph import Op
+from energylens.lower.kernels import Lowered, lower
+from energylens.lower.shard import product
+from energylens.results import Infeasible, Kind, Memory
+from energylens.spec.model import Entry, Spec
+from energylens.spec.system import Device, Engine, Mode, Parallelism, Phase, Step, Workload
+from energylens.units import bytes_per_value
+
+
+def parameters(spec: Spec) -> int:
+    """Parameters of the whole model: weights, biases and norm weights, tied ones once."""
+    return sum(b.repeat * _weight_values(e, spec.ranks) for b in spec.blocks for e in b.cascade)
+
+
+def memory(
+    spec: Spec, engine: Engine, parallelism: Parallelism, workload: Workload, device: Device
+) -> Memory:
+    """Memory of one worker, in bytes.
+
+    Weights include replicas (KV heads fewer than workers, entries that the engine does not split).
+    The cache is that of the whole batch at its longest context. Activations are an estimate: what
+    the widest kernel of the prefill or of the last decode step reads and writes besides weights and
+    cache, plus the residual stream.
+
+    Raises:
+        UnsupportedError: the configuration cannot run at all; `lower` gives the reason as a value.
+    """
+    lowered = lower(spec, engine, parallelism)
+    if isinstance(lowered, Infeasible):
+        raise UnsupportedError(lowered.reason)
+    tokens = workload.batch * max(workload.prompt_len + workload.gen_len, workload.context_len or 0)
+    weights = cache = 0
+    for repeat, entry, sizes in _entries(lowered):
+        weights += repeat * _weight_values(entry, sizes)
+        if entry.cache and entry.einsum is not None:
+            cache += repeat * product(entry.einsum.output.ranks, sizes)
+    return Memory(
+        weights_bytes=weights * bytes_per_value(spec.precision.weights),
+        kv_cache_bytes=cache * tokens * bytes_per_value(spec.precision.kv_cache),
+        activations_bytes=_activations_bytes(lowered, workload),
+        reserve_bytes=engine.reserve_bytes,
+        capacity_bytes=device.memory_bytes,
+    )
+
+
+def _entries(lowered: Lowered) -> Iterator[tuple[int, Entry, Mapping[str, int]]]:
+    for block in lowered.spec.blocks:
+        for entry in block.cascade:
+            split = entry.name not in lowered.engine.tp_replicated
+            yield block.repeat, entry, lowered.sharding.sizes(split)
+
+
+def _weight_values(entry: Entry, sizes: Mapping[str, int]) -> int:
+    """Values that an entry keeps: weights and bias; a norm that names no weight has one vector."""
+    if entry.tied is not None:
+        return 0
+    weights = [a for a in entry.accesses if a.is_weight]
+    if entry.op == "rmsnorm" and not weights:
+        return product(entry.inputs[0].ranks[-1:], sizes)
+    values = sum(product(a.ranks, sizes) for a in weights)
+    if entry.bias and entry.einsum is not None:
+        held = {r for a in weights for r in a.ranks}
+        values += product((r for r in entry.einsum.output.ranks if r in held), sizes)
+    return values
+
+
+def _activations_bytes(lowered: Lowered, workload: Workload) -> float:
+    modes = lowered.engine.modes
+    full = workload.prompt_len + workload.gen_len
+    steps = (
+        Step.prefill(workload.batch, workload.prompt_len, modes.get(Phase.PREFILL, Mode.EAGER)),
+        Step.decode(workload.batch, full, modes.get(Phase.DECODE, Mode.EAGER)),
+    )
+    ops = [op for step in steps for op in lowered.ops(step)]
+    residual = max((op.bytes_written for op in ops if op.kernel == "embedding"), default=0.0)
+    return residual + max((_live_bytes(op) for op in ops), default=0.0)
+
+
+def _live_bytes(op: Op) -> float:
+    """Bytes that an op reads and writes, weights and cached tensors aside."""
+    if op.kind is Kind.GEMM:
+        s = op.sizes
+        return s["m"] * (s["k"] + s["n"]) * bytes_per_value(op.dtype)
+    if op.kind is Kind.ATTENTION:
+        return 2 * op.bytes_written
+    if op.kind in (Kind.COPY, Kind.COLLECTIVE):
+        return op.bytes_written
+    return op.bytes_read + op.bytes_written

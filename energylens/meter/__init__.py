@@ -1,0 +1,1 @@
+"""Measured energy: recorders of board sensors, and what a window of their samples is worth."""

@@ -1,0 +1,158 @@
+"""The interfaces of every meter: boards, what can be measured on them, and recorders of samples."""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, Self
+
+from energylens.meter.window import (
+    MARGIN_S,
+    SENSORS,
+    CounterTrust,
+    DeviceSeries,
+    Reading,
+    counter_trust,
+    reading,
+)
+
+__all__ = [
+    "SENSORS",
+    "AbstractMeter",
+    "AbstractRecorder",
+    "Capability",
+    "CounterTrust",
+    "DeviceInfo",
+    "DeviceSeries",
+    "Reading",
+    "SensorState",
+    "counter_trust",
+    "reading",
+]
+
+SensorState = Literal["supported", "not_supported", "no_permission", "stuck", "absent"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceInfo:
+    """What a board says about itself; None where it does not say.
+
+    Attributes:
+        uuid: NVML UUID, ``GPU-...`` (``MIG-...`` for a slice); pci_bus_id: ``00000000:1b:00.0``.
+        power_limit_w, default_power_limit_w: enforced and factory limits.
+        sm_clock_max_hz: highest SM clock.
+        memory_bytes: total; that of the system where ``unified_memory``.
+        mig: True for a slice or a board that is split into slices (``mig_uuids``).
+        other_pids: compute processes on the board, this one apart.
+    """
+
+    uuid: str
+    name: str
+    pci_bus_id: str | None = None
+    driver: str | None = None
+    power_limit_w: float | None = None
+    default_power_limit_w: float | None = None
+    sm_clock_max_hz: float | None = None
+    memory_bytes: float | None = None
+    unified_memory: bool = False
+    mig: bool = False
+    mig_uuids: tuple[str, ...] = ()
+    ecc: bool | None = None
+    persistence: bool | None = None
+    other_pids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capability:
+    """What a real read of one sensor of one board gave.
+
+    Attributes:
+        sensor: one of `SENSORS`.
+        state: ``stuck`` = answers but does not move; ``absent`` = library or driver lack the call.
+        reason: why it is not supported, else None.
+        scope: ``gpu`` or ``module`` for instant and average power.
+    """
+
+    uuid: str
+    sensor: str
+    state: SensorState
+    reason: str | None = None
+    scope: str | None = None
+
+
+class AbstractRecorder(abc.ABC):
+    """Samples some boards while it is entered; may be asked at any time, from any thread."""
+
+    def __init__(self) -> None:
+        """Start with trust in every counter."""
+        self._mistrusted: set[str] = set()
+
+    @abc.abstractmethod
+    def __enter__(self) -> Self:
+        """Start to sample; returns after the first sample of every sensor."""
+
+    @abc.abstractmethod
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Stop to sample. The samples stay readable."""
+
+    @abc.abstractmethod
+    def now(self) -> float:
+        """Monotonic seconds on the clock that stamps the samples."""
+
+    @abc.abstractmethod
+    def series(
+        self, uuid: str, start_s: float = -math.inf, end_s: float = math.inf
+    ) -> DeviceSeries:
+        """Samples of ``uuid`` so far, between the two times.
+
+        Raises:
+            MeterError: ``uuid`` is not recorded.
+        """
+
+    def reading(self, uuid: str, start_s: float, end_s: float, *, min_ticks: int = 4) -> Reading:
+        """`reading` of ``uuid`` over a window that has passed."""
+        near = self.series(uuid, start_s - MARGIN_S, end_s + MARGIN_S)
+        trust = near.uuid not in self._mistrusted
+        return reading(near, start_s, end_s, min_ticks=min_ticks, trust_counter=trust)
+
+    def verify_counter(self, uuid: str, start_s: float, end_s: float) -> CounterTrust:
+        """`counter_trust` over a steady window; later readings skip a mistrusted counter."""
+        near = self.series(uuid, start_s - MARGIN_S, end_s + MARGIN_S)
+        trust = counter_trust(near, start_s, end_s)
+        if trust.trusted:
+            self._mistrusted.discard(near.uuid)
+        elif trust.trusted is not None:
+            self._mistrusted.add(near.uuid)
+        return trust
+
+
+class AbstractMeter(abc.ABC):
+    """The boards of a machine and how to measure them."""
+
+    @abc.abstractmethod
+    def devices(self) -> tuple[DeviceInfo, ...]:
+        """Every board that the vendor library shows, in its order (never a CUDA ordinal).
+
+        Raises:
+            MeterError: the boards cannot be listed.
+        """
+
+    @abc.abstractmethod
+    def capabilities(self) -> tuple[Capability, ...]:
+        """One row per board and sensor, from real reads."""
+
+    @abc.abstractmethod
+    def recorder(self, uuids: Sequence[str]) -> AbstractRecorder:
+        """A recorder of these boards; enter it to start.
+
+        Raises:
+            MeterError: a board is not known.
+        """

@@ -1,0 +1,157 @@
+"""What this machine can measure, and what to change where it cannot."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from energylens.errors import MeterError
+from energylens.meter.base import AbstractMeter, Capability, DeviceInfo
+from energylens.meter.nvml import NvmlMeter, visible_devices
+
+LIBRARIES = ("torch", "transformers", "sklearn", "pandas", "pynvml", "jtop")
+"""Optional libraries that are looked for, by import name."""
+_TEGRA_RELEASE = Path("/etc/nv_tegra_release")
+_DEVICE_TREE_MODEL = Path("/proc/device-tree/model")
+_TEGRA_WORDS = ("jetson", "tegra", "orin", "xavier", "thor")
+_ENERGY_SENSORS = ("energy", "instant_power", "average_power")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """State of a machine.
+
+    Attributes:
+        python, platform: version of the interpreter; system and CPU architecture.
+        tegra: name of the Jetson board, or None on other machines.
+        libraries: (import name, found) of `LIBRARIES`; found without importing them.
+        nvml_error: why NVML cannot be used, or None where it works.
+        devices: every board; visible: UUIDs of those that CUDA will show.
+        visible_error: why ``visible`` is not known, or None.
+        capabilities: one row per board and sensor.
+        hints: what to change, one line each, the most important first.
+    """
+
+    python: str
+    platform: str
+    tegra: str | None
+    libraries: tuple[tuple[str, bool], ...]
+    nvml_error: str | None
+    devices: tuple[DeviceInfo, ...]
+    visible: tuple[str, ...]
+    visible_error: str | None
+    capabilities: tuple[Capability, ...]
+    hints: tuple[str, ...]
+
+
+def diagnose(
+    env: Mapping[str, str],
+    *,
+    tegra_release: Path = _TEGRA_RELEASE,
+    device_tree: Path = _DEVICE_TREE_MODEL,
+    open_meter: Callable[[], AbstractMeter] = NvmlMeter,
+) -> Diagnosis:
+    """Look at everything once; what fails becomes a line of the result, never an exception.
+
+    Args:
+        env: environment variables.
+        tegra_release: file that only Jetson systems have.
+        device_tree: file with the model of the board.
+        open_meter: makes the meter to probe.
+    """
+    tegra = _tegra(tegra_release, device_tree)
+    libraries = tuple((name, _is_importable(name)) for name in LIBRARIES)
+    devices: tuple[DeviceInfo, ...] = ()
+    capabilities: tuple[Capability, ...] = ()
+    visible: tuple[str, ...] = ()
+    nvml_error = visible_error = None
+    try:
+        meter = open_meter()
+        devices, capabilities = meter.devices(), meter.capabilities()
+    except MeterError as error:
+        nvml_error = str(error)
+    try:
+        visible = tuple(info.uuid for info in visible_devices(devices, env))
+    except MeterError as error:
+        visible_error = str(error)
+    hints = [
+        *_machine_hints(tegra, dict(libraries), nvml_error),
+        *([visible_error] if visible_error else []),
+        *(hint for info in devices for hint in _device_hints(info, capabilities)),
+    ]
+    if devices and not visible and not visible_error:
+        value = env.get("CUDA_VISIBLE_DEVICES")
+        hints.append(f"CUDA_VISIBLE_DEVICES={value!r} hides every board; unset it or name a board")
+    return Diagnosis(
+        python=platform.python_version(),
+        platform=f"{platform.system()} {platform.release()} {platform.machine()}",
+        tegra=tegra,
+        libraries=libraries,
+        nvml_error=nvml_error,
+        devices=devices,
+        visible=visible,
+        visible_error=visible_error,
+        capabilities=capabilities,
+        hints=tuple(hints),
+    )
+
+
+def _tegra(release: Path, model: Path) -> str | None:
+    """Board name on Jetson. The CPU architecture says nothing: Grace Hopper is aarch64 too."""
+    name = _text(model)
+    if release.exists():
+        return name or "Jetson"
+    return name if any(word in name.lower() for word in _TEGRA_WORDS) else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip("\0\n ")
+    except OSError:
+        return ""
+
+
+def _is_importable(name: str) -> bool:
+    if name in sys.modules:
+        return True
+    return importlib.util.find_spec(name) is not None
+
+
+def _machine_hints(
+    tegra: str | None, libraries: Mapping[str, bool], nvml_error: str | None
+) -> list[str]:
+    hints = []
+    if tegra and not libraries["jtop"]:
+        hints.append("Jetson reads its power rails: pip install 'energylens[jetson]'")
+    if nvml_error and not tegra:
+        hints.append(nvml_error)
+    lacking = [name for name in ("torch", "sklearn", "pandas") if not libraries[name]]
+    if lacking and not nvml_error:
+        hints.append(f"calibrate needs {', '.join(lacking)}: pip install 'energylens[gpu]'")
+    return hints
+
+
+def _device_hints(info: DeviceInfo, capabilities: tuple[Capability, ...]) -> list[str]:
+    rows = [c for c in capabilities if c.uuid == info.uuid]
+    energy = [c for c in rows if c.sensor in _ENERGY_SENSORS]
+    hints = []
+    if info.mig:
+        hints.append("MIG is on, so no energy of a slice is known; turn it off: nvidia-smi -mig 0")
+    elif not any(c.state == "supported" for c in energy):
+        why = "; ".join(dict.fromkeys(f"{c.sensor}: {c.reason}" for c in energy))
+        hints.append(f"no energy on this board ({why}); times work without it")
+    if any(c.state == "no_permission" for c in rows):
+        hints.append("some sensors need a permission; ask the administrator of this machine")
+    if info.other_pids:
+        pids = ", ".join(map(str, info.other_pids))
+        hints.append(f"other processes run on the board (pid {pids}); stop them before measuring")
+    limit_w, default_w = info.power_limit_w, info.default_power_limit_w
+    if limit_w and default_w and limit_w < default_w:
+        hints.append(
+            f"the power limit is {limit_w:g} W instead of {default_w:g} W; results hold for it only"
+        )
+    return [f"{info.uuid}: {hint}" for hint in hints]

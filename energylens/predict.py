@@ -1,0 +1,509 @@
+"""The chain on one page: spec -> ops of a step -> costs -> composed step -> prefill, decode, request."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import TypeVar, cast
+
+import numpy as np
+
+from energylens.cost.board import Board, Spread, board, typical_boards
+from energylens.cost.bundle import Bundle, HostLaw, Laws, load_bundle, select
+from energylens.cost.features import prior
+from energylens.cost.model import CostModelSet
+from energylens.errors import EnergyLensError, SpecError
+from energylens.graph import Op
+from energylens.lower import Lowered, lower, memory
+from energylens.results import (
+    Anchors,
+    BreakdownRow,
+    HostAnchor,
+    Infeasible,
+    Interval,
+    Measurement,
+    PhaseResult,
+    Prediction,
+    Source,
+)
+from energylens.schedule import LEVEL, Constants, Host, Spreads, StepResult, Worker, step
+from energylens.spec.load import (
+    data_dir,
+    list_resources,
+    load_cluster,
+    load_device,
+    load_engine,
+    load_spec,
+)
+from energylens.spec.model import Spec
+from energylens.spec.system import Config, Device, Engine, Link, Mode, Phase, Step, Workload
+
+_T = TypeVar("_T")
+
+REQUEST_NODES = (
+    4  # decode steps that stand for all of a request's: cost is nearly linear in the context
+)
+
+# Between boards nobody has measured of a device nobody has calibrated: streaming power of four
+# H200s spread by 7 %.
+_UNKNOWN_SPREAD = Spread(memory_power=0.08, compute_power=0.06, memory_time=0.02, idle_w=6.0)
+# Left over between a board and its anchor: repeatability of the anchor itself, and that one stream
+# does not stand for # every kernel (DESIGN law 8: 2.4 % in power, 1.4 % in time over pairs of
+# hosts).
+_ANCHORED_SPREAD = Spread(memory_power=0.02, compute_power=0.015, memory_time=0.01, idle_w=1.0)
+_UNKNOWN_LAUNCH_S, _UNKNOWN_STEP_S = 10e-6, 1e-3
+_UNKNOWN_HOST_REL_SE, _OTHER_HOST_REL_SE, _ANCHORED_HOST_REL_SE = 0.6, 0.35, 0.15
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Machine:
+    """Everything that prices a step: cost model, laws, boards and host of one configuration."""
+
+    device: Device
+    model: CostModelSet
+    laws: Laws
+    boards: tuple[Board, ...]
+    spread: Spread
+    cap_w: float
+    host: HostLaw | None
+    host_anchor: HostAnchor | None
+
+    def step(self, ops: Sequence[Op], mode: Mode, without: frozenset[str]) -> StepResult:
+        """Price and compose one step on all boards."""
+        costs = self.model.costs(ops)
+        workers = []
+        for b in self.boards:
+            local = [b.localise(c) for c in costs]
+            workers.append(
+                Worker(
+                    idle_w=b.idle_w,
+                    cap_w=self.cap_w,
+                    latency_s=np.array([c.latency_s for c in local]),
+                    energy_j=np.array([c.energy_j for c in local]),
+                )
+            )
+        laws, spread = self.laws, self.spread
+        return step(
+            ops,
+            costs,
+            workers,
+            constants=Constants(
+                eta=laws.eta, gap_s=laws.gap_s, wait_w=laws.wait_w, spin_w=laws.spin_w
+            ),
+            spreads=Spreads(
+                memory_power=spread.memory_power,
+                compute_power=spread.compute_power,
+                memory_time=spread.memory_time,
+                latency=laws.latency_sd,
+                energy=laws.energy_sd,
+            ),
+            host=self._host(ops),
+            mode=mode,
+            without=without,
+        )
+
+    def _host(self, ops: Sequence[Op]) -> Host:
+        """Host time of an eager step that launches ``ops``."""
+        launches = sum(o.count * o.launches for o in ops)
+        law = self.host
+        if law is None:
+            return Host(
+                step_s=_UNKNOWN_STEP_S + launches * _UNKNOWN_LAUNCH_S,
+                rel_se=_UNKNOWN_HOST_REL_SE,
+                source=Source.ROOFLINE,
+            )
+        n = law.nearest(len(self.boards))
+        step_s = law.step_s[n] + launches * law.launch_s[n]
+        here = self.host_anchor
+        if here is None:
+            return Host(
+                step_s=step_s,
+                rel_se=math.hypot(_OTHER_HOST_REL_SE, law.rel_se),
+                source=Source.TRANSFERRED,
+            )
+        ratio = (
+            here.module_us / law.anchor.module_us
+            if here.module_us and law.anchor.module_us
+            else here.launch_us / law.anchor.launch_us
+        )
+        same = abs(ratio - 1.0) < 1e-9
+        return Host(
+            step_s=step_s * ratio,
+            rel_se=law.rel_se if same else math.hypot(_ANCHORED_HOST_REL_SE, law.rel_se),
+            source=Source.INTERPOLATED if same else Source.TRANSFERRED,
+        )
+
+
+def machine(
+    device: Device,
+    *,
+    workers: int,
+    bundle: Bundle | None,
+    anchors: Anchors | None,
+    power_limit_w: float | None = None,
+    link: Link | None = None,
+) -> Machine:
+    """Prices for ``workers`` boards of a device: as anchored, else as typical boards with the spread between boards."""
+    limit = power_limit_w or (bundle.power_limit_w if bundle else device.power_limit_w)
+    laws = bundle.laws if bundle else Laws()
+    idle_w = bundle.typical.idle_w if bundle else device.idle_w
+    spread = bundle.spread if bundle else _UNKNOWN_SPREAD
+    given = anchors.boards if anchors else ()
+    if given and bundle:
+        known = tuple(board(a, bundle.typical, device, laws.eta) for a in given[:workers])
+        boards = known + typical_boards(workers - len(known), idle_w, spread)
+        left = _ANCHORED_SPREAD if len(known) == workers else spread
+    else:
+        boards, left = typical_boards(workers, idle_w, spread), spread
+    return Machine(
+        device=device,
+        model=bundle.model(device, link) if bundle else CostModelSet(device=device, link=link),
+        laws=laws,
+        boards=boards,
+        spread=left,
+        cap_w=laws.cap_fraction * limit,
+        host=bundle.host if bundle else None,
+        host_anchor=anchors.host if anchors else None,
+    )
+
+
+def predict(
+    spec: Spec,
+    *,
+    engine: Engine,
+    device: Device,
+    config: Config = Config(),
+    workload: Workload = Workload(),
+    bundles: Sequence[Bundle] = (),
+    anchors: Anchors | None = None,
+    phases: Sequence[Phase] = (Phase.PREFILL, Phase.DECODE, Phase.REQUEST),
+    without: frozenset[str] = frozenset(),
+    link: Link | None = None,
+) -> Prediction | Infeasible:
+    """Latency and energy of one configuration.
+
+    Args:
+        spec: the model.
+        engine: how it becomes kernels.
+        device: what it runs on.
+        config: degrees, launch modes, power limit.
+        workload: batch and lengths; with replicas, the batch of each of them.
+        bundles: calibrations; the newest of this device and the engine's provider is used, else
+            the roofline.
+        anchors: of the boards meant, in the order of the workers, and of their host.
+        phases: what to predict.
+        without: composition laws to leave out (`energylens.schedule.LAWS`).
+        link: interconnect of the workers, for collectives that no bundle has.
+
+    Returns:
+        A prediction, or why the configuration cannot run.
+
+    Raises:
+        SpecError: the engine has no kernel for an op of the spec.
+    """
+    parallelism = config.parallelism
+    lowered = lower(spec, engine, parallelism)
+    if isinstance(lowered, Infeasible):
+        return lowered
+    held = memory(spec, engine, parallelism, workload, device)
+    if not held.fits:
+        gb = {
+            k: getattr(held, f"{k}_bytes") / 1e9
+            for k in ("weights", "kv_cache", "activations", "reserve", "capacity")
+        }
+        return Infeasible(
+            reason=(
+                f"{spec.name} does not fit {device.name}: weights {gb['weights']:.1f} GB + KV cache "
+                f"{gb['kv_cache']:.1f} GB + activations {gb['activations']:.1f} GB + reserve {gb['reserve']:.1f} GB > "
+                f"{gb['capacity']:.1f} GB per GPU; raise --tp, or lower --batch or the lengths"
+            ),
+            memory=held,
+        )
+    bundle = select(bundles, device.name, engine.provider)
+    priced = machine(
+        device,
+        workers=parallelism.tp,
+        bundle=bundle,
+        anchors=anchors,
+        power_limit_w=config.power_limit_w,
+        link=link,
+    )
+    run = _Run(lowered=lowered, machine=priced, config=config, workload=workload, without=without)
+    results = {p: run.phase(p) for p in phases}
+    return Prediction(
+        spec=spec.name,
+        device=device.name,
+        engine=engine.name,
+        parallelism=parallelism,
+        workload=workload,
+        memory=held,
+        phases=MappingProxyType({str(p): r for p, (r, _) in results.items()}),
+        breakdown=tuple(row for _, rows in results.values() for row in rows),
+        source=max(r.source for r, _ in results.values()),
+        bundles=(bundle.ref,) if bundle else (),
+        anchors=anchors,
+        notes=_notes(bundle, device, engine, anchors, parallelism.tp, priced),
+    )
+
+
+def _notes(
+    bundle: Bundle | None,
+    device: Device,
+    engine: Engine,
+    anchors: Anchors | None,
+    workers: int,
+    priced: Machine,
+) -> tuple[str, ...]:
+    notes = []
+    if bundle is None:
+        notes.append(
+            f"no calibration of {device.name} for the {engine.provider} provider: datasheet roofline, wide intervals; "
+            f"`energylens calibrate --device {device.name}` on such a machine measures one"
+        )
+    boards = len(anchors.boards) if anchors else 0
+    if boards and bundle is None:
+        notes.append("anchors need a calibration to stand on; ignored")
+    elif boards > workers:
+        notes.append(f"{boards} anchors given for {workers} workers: the first {workers} were used")
+    elif 0 < boards < workers:
+        notes.append(f"{boards} anchors given for {workers} workers: the others are typical boards")
+    limit = bundle.power_limit_w if bundle else device.power_limit_w
+    if abs(priced.cap_w / priced.laws.cap_fraction - limit) > 1.0:
+        notes.append(
+            f"measured at a power limit of {limit:.0f} W: other limits follow the common-clock law"
+        )
+    return tuple(notes)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Run:
+    """One configuration, phase by phase."""
+
+    lowered: Lowered
+    machine: Machine
+    config: Config
+    workload: Workload
+    without: frozenset[str]
+
+    def _mode(self, phase: Phase) -> Mode:
+        return self.config.modes.get(phase) or self.lowered.engine.modes.get(phase, Mode.EAGER)
+
+    def phase(self, phase: Phase) -> tuple[PhaseResult, tuple[BreakdownRow, ...]]:
+        """Result and breakdown of one phase."""
+        w = self.workload
+        if phase is Phase.PREFILL:
+            steps = [(1.0, self._prefill)]
+        elif phase is Phase.DECODE:
+            steps = [(1.0, self._decode(w.decode_context))]
+        else:
+            steps = [
+                (1.0, self._prefill),
+                *((n, self._decode(c)) for n, c in self._request_contexts()),
+            ]
+        return self._result(steps), self._breakdown(phase, steps)
+
+    @cached_property
+    def _prefill(self) -> StepResult:
+        mode = self._mode(Phase.PREFILL)
+        ops = self.lowered.ops(Step.prefill(self.workload.batch, self.workload.prompt_len, mode))
+        return self.machine.step(ops, mode, self.without)
+
+    def _decode(self, context: float) -> StepResult:
+        mode = self._mode(Phase.DECODE)
+        ops = self.lowered.ops(Step.decode(self.workload.batch, context, mode))
+        return self.machine.step(ops, mode, self.without)
+
+    def _request_contexts(self) -> list[tuple[float, float]]:
+        """(steps, context) nodes that integrate the decode steps of a request by Gauss-Legendre."""
+        steps = self.workload.gen_len - 1
+        if steps < 1:
+            return []
+        first = self.workload.prompt_len + 1
+        if steps <= REQUEST_NODES:
+            return [(1.0, float(first + i)) for i in range(steps)]
+        nodes, weights = np.polynomial.legendre.leggauss(REQUEST_NODES)
+        # Steps see contexts first … first + steps - 1: midpoints of unit intervals around them.
+        contexts = first - 0.5 + steps * (nodes + 1) / 2
+        return [(float(steps * wt / 2), float(c)) for wt, c in zip(weights, contexts, strict=True)]
+
+    def _result(self, steps: Sequence[tuple[float, StepResult]]) -> PhaseResult:
+        latency = sum(n * s.latency_s for n, s in steps)
+        energy = sum(n * s.energy_j for n, s in steps)
+        replicas = self.config.parallelism.replicas
+
+        def bound(name: str, side: int) -> float:
+            return float(sum(n * getattr(s.interval, name)[side] for n, s in steps))
+
+        longest = max(steps, key=lambda p: p[0] * p[1].latency_s)[1]
+        return PhaseResult(
+            latency_s=latency,
+            energy_j=energy * replicas,
+            mean_power_w=energy / latency / len(self.machine.boards),
+            clock_hz=longest.clock * self.machine.device.clock_max_hz,
+            interval=Interval(
+                level=LEVEL,
+                latency_s=(bound("latency_s", 0), bound("latency_s", 1)),
+                energy_j=(bound("energy_j", 0) * replicas, bound("energy_j", 1) * replicas),
+            ),
+            source=max(s.source for _, s in steps),
+            regime=longest.regime,
+        )
+
+    def _breakdown(
+        self, phase: Phase, steps: Sequence[tuple[float, StepResult]]
+    ) -> tuple[BreakdownRow, ...]:
+        """Parts of all steps by op name; they sum up to the phase in time and in energy."""
+        replicas, device = self.config.parallelism.replicas, self.machine.device
+        total = sum(n * s.energy_j for n, s in steps)
+        rows: dict[tuple[str, str], BreakdownRow] = {}
+        limits: dict[tuple[str, str], float] = {}
+        for n, s in steps:
+            for part in s.parts:
+                key = (str(part.kind), part.name)
+                row = rows.get(key) or BreakdownRow(
+                    phase=str(phase), kind=part.kind, op=part.name, count=0, latency_s=0.0,
+                    energy_j=0.0, share=0.0, source=part.source,
+                )  # fmt: skip
+                rows[key] = replace(
+                    row,
+                    count=row.count + round(n * part.count),
+                    latency_s=row.latency_s + n * part.latency_s,
+                    energy_j=row.energy_j + n * part.energy_j * replicas,
+                    source=max(row.source, part.source),
+                )
+                if part.op is not None and not part.op.type.is_collective:
+                    limits[key] = limits.get(key, 0.0) + n * part.count * _physical_limit_s(
+                        part.op, device
+                    )
+        return tuple(
+            replace(
+                row,
+                share=row.energy_j / (total * replicas),
+                limit_share=limits[key] / row.latency_s
+                if key in limits and row.latency_s > 0
+                else None,
+            )
+            for key, row in rows.items()
+        )
+
+
+def _physical_limit_s(op: Op, device: Device) -> float:
+    """Least time that the datasheet allows for an op: peak arithmetic, or each byte once at full bandwidth."""
+    peak = device.peak_flops.get(op.dtype, max(device.peak_flops.values()))
+    compute = op.flops / peak if prior(op, device).compute_s > 0 else 0.0
+    return max(compute, (op.bytes_read + op.bytes_written) / device.memory_bandwidth_bytes_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Catalogue:
+    """What is known by name; everything is read once.
+
+    Attributes:
+        bundle_files: bundles to use instead of the shipped ones.
+    """
+
+    bundle_files: tuple[Path, ...] = ()
+    _cache: dict[tuple[str, str], object] = field(default_factory=dict, repr=False)
+
+    def spec(self, name: str) -> Spec:
+        """A model by name or file; see `energylens.spec.load.load_spec`."""
+        return self._once("spec", name, load_spec)
+
+    def engine(self, name: str) -> Engine:
+        """An engine profile by name."""
+        return self._once("engine", name, load_engine)
+
+    def device(self, name: str) -> Device:
+        """A device by name or alias."""
+        return self._once("device", name, load_device)
+
+    def link(self, device: Device, gpus: int) -> Link | None:
+        """Interconnect of the smallest known cluster that holds ``gpus`` of the device, or None."""
+        return self._once("link", f"{device.name}:{gpus}", lambda _: _link(device, gpus))
+
+    def bundles(self, device: Device, engine: Engine) -> tuple[Bundle, ...]:
+        """Bundles for a device: the given files, else those that are shipped."""
+        paths = self.bundle_files or tuple(
+            sorted((data_dir("calibration") / "bundles" / device.name).glob("*.json"))
+        )
+        bundles = tuple(
+            self._once("bundle", str(p), lambda text: load_bundle(Path(text))) for p in paths
+        )
+        for b in bundles if self.bundle_files else ():
+            if b.device != device.name:
+                raise SpecError(
+                    f"--bundle is of {b.device}, but --device is {device.name}; give one of that device"
+                )
+        return bundles
+
+    def list(self, kind: str) -> tuple[str, ...]:
+        """Names of ``specs``, ``devices``, ``engines``, ``clusters`` or ``bundles``."""
+        if kind != "bundles":
+            return list_resources(kind)
+        folder = data_dir("calibration") / "bundles"
+        return tuple(
+            sorted(str(p.relative_to(folder).with_suffix("")) for p in folder.glob("*/*.json"))
+        )
+
+    def _once(self, kind: str, name: str, load: Callable[[str], _T]) -> _T:
+        key = (kind, name)
+        if key not in self._cache:
+            self._cache[key] = load(name)
+        return cast(_T, self._cache[key])
+
+
+def _link(device: Device, gpus: int) -> Link | None:
+    clusters = [load_cluster(name) for name in list_resources("clusters")]
+    fitting = [c for c in clusters if c.device == device.name and c.gpus >= gpus]
+    best = min(fitting, key=lambda c: c.gpus, default=None)
+    return best.link if best else None
+
+
+def predict_measurement(
+    m: Measurement, *, anchors: Anchors | None, without: frozenset[str], catalogue: Catalogue
+) -> Prediction | Infeasible | str:
+    """The prediction that stands beside a measured row, or why there is none.
+
+    Args:
+        m: the row.
+        anchors: of the row's boards, or None for typical ones.
+        without: composition laws to leave out.
+        catalogue: where names are looked up.
+    """
+    try:
+        spec, engine, device = (
+            catalogue.spec(m.spec),
+            catalogue.engine(m.engine),
+            catalogue.device(m.device),
+        )
+        phase, mode = Phase(m.phase), Mode(m.mode)
+        if m.precision != spec.precision.weights:
+            return f"the spec {spec.name} is {spec.precision.weights}, the row {m.precision}"
+        both = (Phase.PREFILL, Phase.DECODE) if phase is Phase.REQUEST else (phase,)
+        return predict(
+            spec,
+            engine=engine,
+            device=device,
+            config=Config(
+                parallelism=m.parallelism,
+                modes=MappingProxyType(dict.fromkeys(both, mode)),
+                power_limit_w=m.power_limit_w,
+            ),
+            workload=Workload(
+                batch=m.batch,
+                prompt_len=m.prompt_len,
+                gen_len=m.gen_len or 1,
+                context_len=m.context_len or m.prompt_len + 1,
+            ),
+            bundles=catalogue.bundles(device, engine),
+            anchors=anchors,
+            phases=(phase,),
+            without=without,
+            link=catalogue.link(device, m.parallelism.gpus),
+        )
+    except EnergyLensError as error:
+        return str(error)

@@ -1,0 +1,449 @@
+"""Results as JSON documents for programs (DESIGN section 5) and as tables for people."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from energylens.anchors import anchors_to_json
+from energylens.results import (
+    BundleRef,
+    Infeasible,
+    Interval,
+    Memory,
+    PhaseResult,
+    Prediction,
+)
+from energylens.spec.system import Parallelism, Phase, Workload
+from energylens.units import BYTES_PER_GB
+from energylens.validate import Comparison, Summary, Validation, ValidationRow
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+PREDICTION_SCHEMA = "energylens/prediction/v1"
+VALIDATION_SCHEMA = "energylens/validation/v1"
+LIST_SCHEMA = "energylens/list/v1"
+DOCTOR_SCHEMA = "energylens/doctor/v1"
+
+_DERIVED = (
+    "ttft_s",
+    "tpot_s",
+    "ttlt_s",
+    "energy_per_prompt_j",
+    "energy_per_token_j",
+    "energy_per_request_j",
+)
+
+
+def prediction_document(prediction: Prediction) -> dict[str, Any]:
+    """The ``energylens/prediction/v1`` document; ``null_reasons`` says why a number is null."""
+    p = prediction
+    derived = {name: getattr(p, name) for name in _DERIVED}
+    return {
+        **_subject(p.spec, p.device, p.engine, p.parallelism, p.workload),
+        "feasible": True,
+        "reason": None,
+        "memory": _memory(p.memory),
+        **{phase.value: _phase(p.phases.get(phase), p.parallelism.gpus) for phase in Phase},
+        **derived,
+        "breakdown": [
+            {**asdict(row), "kind": row.kind.value, "source": str(row.source)}
+            for row in p.breakdown
+        ],
+        "source": str(p.source),
+        "bundles": [asdict(bundle) for bundle in p.bundles],
+        "anchors": anchors_to_json(p.anchors) if p.anchors else None,
+        "notes": list(p.notes),
+        "null_reasons": _null_reasons(p, derived),
+    }
+
+
+def infeasible_document(
+    infeasible: Infeasible,
+    *,
+    spec: str,
+    device: str,
+    engine: str,
+    parallelism: Parallelism,
+    workload: Workload,
+) -> dict[str, Any]:
+    """The ``energylens/prediction/v1`` document of a configuration that cannot run."""
+    return {
+        **_subject(spec, device, engine, parallelism, workload),
+        "feasible": False,
+        "reason": infeasible.reason,
+        "memory": _memory(infeasible.memory) if infeasible.memory else None,
+        **dict.fromkeys(phase.value for phase in Phase),
+        **dict.fromkeys(_DERIVED),
+        "breakdown": [],
+        "source": None,
+        "bundles": [],
+        "anchors": None,
+        "notes": [],
+        "null_reasons": {},
+    }
+
+
+def validation_document(validation: Validation) -> dict[str, Any]:
+    """The ``energylens/validation/v1`` document."""
+    return {
+        "schema": VALIDATION_SCHEMA,
+        "rows": [_validation_row(row) for row in validation.rows],
+        "summary": [_summary(summary) for summary in validation.summary],
+    }
+
+
+def prediction_table(prediction: Prediction) -> RenderableType:
+    """Latency, energy and power with intervals, the memory fit, the breakdown, and the sources."""
+    from rich.console import Group
+
+    p = prediction
+    return Group(
+        _subject_line(p.spec, p.device, p.engine, p.parallelism, p.workload),
+        _headline_table(p),
+        memory_line(p.memory),
+        _breakdown_table(p),
+        *(f"note: {note}" for note in p.notes),
+        _source_line(p),
+    )
+
+
+def memory_line(memory: Memory) -> str:
+    """Whether a worker's data fits its device, and what takes the room."""
+    parts = {
+        "weights": memory.weights_bytes,
+        "KV cache": memory.kv_cache_bytes,
+        "activations": memory.activations_bytes,
+        "engine reserve": memory.reserve_bytes,
+    }
+    listed = " + ".join(f"{name} {size / BYTES_PER_GB:.2f}" for name, size in parts.items())
+    used, capacity = sum(parts.values()) / BYTES_PER_GB, memory.capacity_bytes / BYTES_PER_GB
+    verdict = "fits" if memory.fits else "does not fit"
+    return f"memory per GPU: {listed} = {used:.2f} of {capacity:.2f} GB, {verdict}"
+
+
+def validation_table(validation: Validation) -> RenderableType:
+    """Every row, the reasons of those without a prediction, and the summary of each group."""
+    from rich.console import Group
+
+    reasons = Counter(row.reason for row in validation.rows if row.reason)
+    return Group(
+        _rows_table(validation.rows),
+        *(f"not predicted, {n} rows: {reason}" for reason, n in reasons.most_common()),
+        _summary_table(validation.summary),
+    )
+
+
+def listing_document(names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Names of each kind as an ``energylens/list/v1`` document."""
+    return {"schema": LIST_SCHEMA, **{kind: list(known) for kind, known in names.items()}}
+
+
+def listing_table(names: Mapping[str, Sequence[str]]) -> str:
+    """Names of one kind a line each; of several kinds, with the kind before them."""
+    if len(names) == 1:
+        return "\n".join(*names.values())
+    return "\n".join(f"{kind}: {', '.join(known) or '-'}" for kind, known in names.items())
+
+
+def doctor_document(diagnosis: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``energylens/doctor/v1`` document of the fields of a `meter.doctor.Diagnosis`."""
+    return {
+        "schema": DOCTOR_SCHEMA,
+        **diagnosis,
+        "libraries": dict(diagnosis["libraries"]),
+    }
+
+
+def doctor_text(document: Mapping[str, Any]) -> str:
+    """What this machine can measure, and what to change, for people."""
+    found = document["libraries"]
+    libraries = ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in found.items())
+    lines = [
+        f"python {document['python']} on {document['platform']}",
+        f"libraries: {libraries}",
+        f"Jetson: {document['tegra'] or 'no'}",
+        f"NVML: {document['nvml_error'] or 'works'}",
+    ]
+    for board in document["devices"]:
+        hidden = "" if board["uuid"] in document["visible"] else ", hidden from CUDA"
+        limit = "unknown" if board["power_limit_w"] is None else f"{board['power_limit_w']:g} W"
+        lines.append(f"{board['name']} {board['uuid']}, power limit {limit}{hidden}")
+        for sensor in document["capabilities"]:
+            if sensor["uuid"] == board["uuid"]:
+                detail = sensor["reason"] or sensor["scope"]
+                note = f" ({detail})" if detail else ""
+                lines.append(f"  {sensor['sensor']}: {sensor['state']}{note}")
+    return "\n".join([*lines, *(f"hint: {hint}" for hint in document["hints"])])
+
+
+def facts_table(facts: Mapping[str, Any]) -> str:
+    """A document of facts as indented lines, for people."""
+    return "\n".join(_fact_lines(facts, 0))
+
+
+def _fact_lines(value: Any, depth: int) -> Iterator[str]:
+    indent = "  " * depth
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    for name, item in items:
+        if isinstance(item, Mapping | list | tuple):
+            yield f"{indent}{name}:" if item else f"{indent}{name}: none"
+            yield from _fact_lines(item, depth + 1)
+        elif name != "schema":
+            yield f"{indent}{name}: {'-' if item is None else item}"
+
+
+def _subject(
+    spec: str, device: str, engine: str, parallelism: Parallelism, workload: Workload
+) -> dict[str, Any]:
+    return {
+        "schema": PREDICTION_SCHEMA,
+        "spec": spec,
+        "device": device,
+        "engine": engine,
+        "parallelism": {**asdict(parallelism), "gpus": parallelism.gpus},
+        "workload": {**asdict(workload), "context_len": workload.decode_context},
+    }
+
+
+def _memory(memory: Memory) -> dict[str, Any]:
+    return {**asdict(memory), "fits": memory.fits}
+
+
+def _phase(result: PhaseResult | None, gpus: int) -> dict[str, Any] | None:
+    if result is None:
+        return None
+    return {
+        "latency_s": result.latency_s,
+        "energy_j": result.energy_j,
+        "mean_power_w": result.mean_power_w,
+        "total_power_w": result.mean_power_w * gpus,
+        "clock_hz": result.clock_hz,
+        "interval": _interval(result.interval),
+        "regime": result.regime,
+        "source": str(result.source),
+    }
+
+
+def _interval(interval: Interval) -> dict[str, Any]:
+    return {
+        "level": interval.level,
+        "latency_s": list(interval.latency_s),
+        "energy_j": list(interval.energy_j),
+    }
+
+
+def _null_reasons(p: Prediction, derived: Mapping[str, float | None]) -> dict[str, str]:
+    reasons = {phase.value: "not asked for" for phase in Phase if phase not in p.phases}
+    for name, value in derived.items():
+        if value is None:
+            reasons[name] = "its phase was not asked for"
+    if derived["tpot_s"] is None and p.workload.gen_len < 2:
+        reasons["tpot_s"] = "gen_len is 1: no token follows the first"
+    for name, result in p.phases.items():
+        if result.clock_hz is None:
+            reasons[f"{name}.clock_hz"] = "the calibration holds no clock for this"
+    return reasons
+
+
+def _validation_row(row: ValidationRow) -> dict[str, Any]:
+    return {
+        "record_id": row.measurement.record_id,
+        "latency_s": _comparison(row.latency_s),
+        "energy_j": _comparison(row.energy_j),
+        "source": None if row.source is None else str(row.source),
+        "regime": row.measurement.regime,
+        "predicted_regime": row.predicted_regime,
+        "reason": row.reason,
+    }
+
+
+def _comparison(comparison: Comparison) -> dict[str, Any]:
+    return {
+        "measured": comparison.measured,
+        "predicted": comparison.predicted,
+        "predicted_typical": comparison.predicted_typical,
+        "error_pct": comparison.error_pct,
+        "within_interval": comparison.within_interval,
+        "interval": None if comparison.interval is None else list(comparison.interval),
+    }
+
+
+def _summary(summary: Summary) -> dict[str, Any]:
+    fields = {name: getattr(summary, name) for name in Summary.__dataclass_fields__}
+    return {**fields, "group": dict(summary.group)}
+
+
+def _table(title: str, columns: Iterable[str], left: int) -> Table:
+    """A table whose first ``left`` columns hold text, and the others numbers."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i < left else "right", overflow="fold")
+    return table
+
+
+def _subject_line(
+    spec: str, device: str, engine: str, parallelism: Parallelism, workload: Workload
+) -> str:
+    degrees = "".join(f", {name} {n}" for name, n in asdict(parallelism).items() if n > 1)
+    return (
+        f"{spec} on {parallelism.gpus} x {device}, engine {engine}{degrees}: "
+        f"batch {workload.batch}, prompt {workload.prompt_len}, generate {workload.gen_len}, "
+        f"decode context {workload.decode_context:g}"
+    )
+
+
+def _headline_table(p: Prediction) -> Table:
+    level = next((f"{100 * r.interval.level:g} %" for r in p.phases.values()), "90 %")
+    table = _table("", ("", "value", f"{level} interval", "regime"), left=1)
+    for label, value, unit, phase, per_sequence in (
+        ("TTFT", p.ttft_s, "s", Phase.PREFILL, False),
+        ("TPOT", p.tpot_s, "s", Phase.DECODE, False),
+        ("TTLT", p.ttlt_s, "s", Phase.REQUEST, False),
+        ("J/prompt", p.energy_per_prompt_j, "J", Phase.PREFILL, True),
+        ("J/token", p.energy_per_token_j, "J", Phase.DECODE, True),
+        ("J/request", p.energy_per_request_j, "J", Phase.REQUEST, True),
+    ):
+        result = p.phases.get(phase)
+        table.add_row(
+            label, _quantity(value, unit), _scaled(result, value, per_sequence), _regime(result)
+        )
+    for name, phase_result in p.phases.items():
+        watts = _quantity(phase_result.mean_power_w, "W")
+        table.add_row(f"W/GPU {name}", watts, "-", _regime(phase_result))
+    return table
+
+
+def _scaled(result: PhaseResult | None, value: float | None, energy: bool) -> str:
+    """Interval of ``value``, which is proportional to the phase's energy or latency."""
+    if result is None or value is None:
+        return "-"
+    interval = result.interval.energy_j if energy else result.interval.latency_s
+    whole = result.energy_j if energy else result.latency_s
+    unit = "J" if energy else "s"
+    low, high = (_quantity(end * value / whole, unit) for end in interval)
+    return f"{low} .. {high}"
+
+
+def _regime(result: PhaseResult | None) -> str:
+    return result.regime if result else "-"
+
+
+def _breakdown_table(p: Prediction) -> Table:
+    columns = ("phase", "kind", "op", "source", "count", "latency", "energy", "share", "of limit")
+    table = _table("breakdown", columns, left=4)
+    # A request is the sum of the other two: its rows would only repeat theirs.
+    phases = [name for name in p.phases if name != Phase.REQUEST] or list(p.phases)
+    for phase in phases:
+        rows = [row for row in p.breakdown if row.phase == phase]
+        for row in sorted(rows, key=lambda r: -r.energy_j):
+            limit = "-" if row.limit_share is None else f"{100 * row.limit_share:.0f} %"
+            table.add_row(
+                row.phase,
+                row.kind.value,
+                row.op,
+                str(row.source),
+                str(row.count),
+                _quantity(row.latency_s, "s"),
+                _quantity(row.energy_j, "J"),
+                f"{100 * row.share:.1f} %",
+                limit,
+            )
+        table.add_section()
+    return table
+
+
+def _source_line(p: Prediction) -> str:
+    boards = "the given boards" if p.anchors and p.anchors.boards else "a typical board"
+    return (
+        f"device {p.device} ({boards}), engine {p.engine}, bundle {_bundle_names(p.bundles)}, "
+        f"weakest source: {p.source}"
+    )
+
+
+def _bundle_names(bundles: Sequence[BundleRef]) -> str:
+    return ", ".join(f"{b.device}/{b.provider} {b.version}" for b in bundles) or "none"
+
+
+def _rows_table(rows: Sequence[ValidationRow]) -> Table:
+    columns = ("record", "regime", "source", "latency", "predicted", "error", "energy", "predicted")
+    table = _table("rows (* outside the 90 % interval)", (*columns, "error"), left=3)
+    for row in rows:
+        table.add_row(
+            row.measurement.record_id,
+            row.measurement.regime,
+            "-" if row.source is None else str(row.source),
+            *_compared(row.latency_s, "s"),
+            *_compared(row.energy_j, "J"),
+        )
+    return table
+
+
+def _compared(comparison: Comparison, unit: str) -> tuple[str, str, str]:
+    outside = " *" if comparison.within_interval is False else ""
+    return (
+        _quantity(comparison.measured, unit),
+        _quantity(comparison.predicted, unit),
+        _percent(comparison.error_pct, signed=True) + outside,
+    )
+
+
+def _summary_table(summaries: Sequence[Summary]) -> Table:
+    table = _table(
+        "summary",
+        (
+            "group",
+            "rows",
+            "not predicted",
+            "latency MAPE",
+            "bias",
+            "covered",
+            "energy MAPE",
+            "bias",
+            "covered",
+            "typical MAPE",
+            "tau",
+        ),
+        left=1,
+    )
+    for s in summaries:
+        group = " ".join(f"{name}={value}" for name, value in s.group.items())
+        table.add_row(
+            group or "all",
+            str(s.n),
+            str(s.n_unpredicted),
+            _percent(s.latency_mape_pct),
+            _percent(s.latency_bias_pct, signed=True),
+            _percent(s.latency_coverage_pct),
+            _percent(s.energy_mape_pct),
+            _percent(s.energy_bias_pct, signed=True),
+            _percent(s.energy_coverage_pct),
+            _percent(s.energy_typical_mape_pct),
+            "-" if s.kendall_tau_energy is None else f"{s.kendall_tau_energy:.3f}",
+        )
+    return table
+
+
+def _percent(value: float | None, *, signed: bool = False) -> str:
+    return "-" if value is None else f"{value:{'+' if signed else ''}.1f} %"
+
+
+_PREFIXES = ((1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"))
+
+
+def _quantity(value: float | None, unit: str) -> str:
+    """Four significant digits with the prefix that keeps them readable; seconds never in kilo."""
+    if value is None:
+        return "-"
+    if value == 0:
+        return f"0 {unit}"
+    prefixes = _PREFIXES[1:] if unit in ("s", "W") else _PREFIXES
+    factor, prefix = next((p for p in prefixes if abs(value) >= p[0]), prefixes[-1])
+    return f"{value / factor:.4g} {prefix}{unit}"

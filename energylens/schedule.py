@@ -1,0 +1,375 @@
+"""Composition: priced ops of a step -> time and energy of all workers (DESIGN section 4).
+
+Each law is a function of its own, so that `validate --without` can show what it is worth:
+
+1. `kernel_sum`: kernels of a captured graph add up, plus a gap per launch.
+2. `common_clock` (``cap``): where the mix would overrun the power limit, all ops share the clock
+at which it holds it.
+3. `step` (``host``): an eager step takes the longer of device and host; waiting draws its own
+power.
+4. `step` (idle): idle power is charged once, on the makespan; op energies are above idle.
+
+Workers are boards: under tensor parallelism the slowest sets the pace, and the others spin
+(``straggler``). Errors are propagated by perturbation: each variance component (errors of one op
+kind, the boards' spread, the composition itself, the host) moves its inputs by one standard error,
+and the step is composed again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+from energylens.graph import Op
+from energylens.results import Cost, Interval, Kind, Source
+from energylens.spec.system import Mode
+
+Array = NDArray[np.float64]
+
+LAWS = ("cap", "host", "straggler", "gap")
+LEVEL = 0.90
+LOWEST_CLOCK = 0.25  # of the maximum; the governor does not go below, whatever the limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worker:
+    """One board with the costs of its ops on it.
+
+    Attributes:
+        idle_w: power with a context and nothing running.
+        cap_w: mean power that the governor holds.
+        latency_s, energy_j: of one execution of each op at the maximum clock, energy above idle,
+            [ops].
+    """
+
+    idle_w: float
+    cap_w: float
+    latency_s: Array
+    energy_j: Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constants:
+    """Constants of the laws; see `energylens.cost.bundle.Laws` for where they come from."""
+
+    eta: float
+    gap_s: float
+    wait_w: float
+    spin_w: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """Host time of a step and its relative standard error."""
+
+    step_s: float
+    rel_se: float
+    source: Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spreads:
+    """Relative standard errors that no single op carries: of boards and of the composition.
+
+    Attributes:
+        memory_power, compute_power, memory_time: between the board predicted and the board meant.
+        latency, energy: of composed steps.
+        cap: of the power that the governor holds.
+    """
+
+    memory_power: float
+    compute_power: float
+    memory_time: float
+    latency: float
+    energy: float
+    cap: float = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What one op, or one law, adds to a step: time on the critical path, energy above idle over all workers."""
+
+    op: Op | None
+    kind: Kind
+    name: str
+    count: int
+    latency_s: float
+    energy_j: float
+    source: Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """A composed step: energy over all workers; ``clock`` is that of the slowest worker over the maximum."""
+
+    latency_s: float
+    energy_j: float
+    clock: float
+    regime: str
+    parts: tuple[Part, ...]
+    interval: Interval
+    source: Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ops:
+    """Arrays over the ops of a step, [ops]."""
+
+    count: Array
+    launches: Array
+    compute_share: Array
+    memory_share: Array
+
+
+def kernel_sum(
+    ops: _Ops, worker: Worker, constants: Constants, clock: float = 1.0
+) -> tuple[float, float]:
+    """Seconds and above-idle joules of one worker's kernels at ``clock`` (over the maximum), with the gaps."""
+    stretch = ops.compute_share / clock + 1.0 - ops.compute_share
+    time = float((ops.count * worker.latency_s * stretch).sum()) + constants.gap_s * float(
+        ops.launches.sum()
+    )
+    return time, float((ops.count * worker.energy_j).sum()) * clock**constants.eta
+
+
+def common_clock(ops: _Ops, worker: Worker, constants: Constants) -> float:
+    """Clock over the maximum at which the mix draws no more than the cap; 1.0 where it never would.
+
+    Mean power ``idle + D f**eta / t(f)`` rises with the clock, so the root is bracketed; bisection
+    to 1e-6.
+    """
+
+    def power(f: float) -> float:
+        time, energy = kernel_sum(ops, worker, constants, f)
+        return worker.idle_w + energy / time
+
+    if power(1.0) <= worker.cap_w:
+        return 1.0
+    low, high = LOWEST_CLOCK, 1.0
+    if power(low) >= worker.cap_w:
+        return low
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        low, high = (middle, high) if power(middle) < worker.cap_w else (low, middle)
+    return low
+
+
+def _arrays(ops: Sequence[Op], costs: Sequence[Cost]) -> _Ops:
+    return _Ops(
+        count=np.array([o.count for o in ops], dtype=np.float64),
+        launches=np.array([o.count * o.launches for o in ops], dtype=np.float64),
+        compute_share=np.array([c.compute_share for c in costs]),
+        memory_share=np.array([c.memory_share for c in costs]),
+    )
+
+
+def kernel_result(
+    ops: Sequence[Op], costs: Sequence[Cost], worker: Worker, constants: Constants
+) -> tuple[float, float, float]:
+    """Seconds, joules (idle included) and clock over the maximum of one worker's captured kernels under its cap."""
+    arrays = _arrays(ops, costs)
+    clock = common_clock(arrays, worker, constants)
+    time, energy = kernel_sum(arrays, worker, constants, clock)
+    return time, energy + worker.idle_w * time, clock
+
+
+@dataclass(frozen=True, slots=True)
+class _Composed:
+    latency_s: float
+    energy_j: float
+    device_s: float
+    slowest: int
+    clocks: tuple[float, ...]
+    wait_j: float
+
+
+def _compose(
+    ops: _Ops,
+    workers: Sequence[Worker],
+    constants: Constants,
+    host_s: float,
+    without: frozenset[str],
+) -> _Composed:
+    """Latency and total energy (idle included) of a step."""
+    clocks = tuple(1.0 if "cap" in without else common_clock(ops, w, constants) for w in workers)
+    sums = [kernel_sum(ops, w, constants, f) for w, f in zip(workers, clocks, strict=True)]
+    if "straggler" in without:
+        device_s = sum(t for t, _ in sums) / len(sums)
+    else:
+        device_s = max(t for t, _ in sums)
+    slowest = max(range(len(sums)), key=lambda i: sums[i][0])
+    latency = max(device_s, host_s)
+    # A worker that is done first spins in the next collective; when all wait for the host, workers
+    # of a group are in # a collective for much of that time too.
+    wait_w = constants.spin_w if len(workers) > 1 else constants.wait_w
+    spin_j = sum(max(0.0, device_s - t) * constants.spin_w for t, _ in sums)
+    host_j = (latency - device_s) * wait_w * len(workers)
+    energy = sum(e for _, e in sums) + spin_j + host_j + latency * sum(w.idle_w for w in workers)
+    return _Composed(latency, energy, device_s, slowest, clocks, spin_j + host_j)
+
+
+def step(
+    ops: Sequence[Op],
+    costs: Sequence[Cost],
+    workers: Sequence[Worker],
+    *,
+    constants: Constants,
+    spreads: Spreads,
+    host: Host | None = None,
+    mode: Mode = Mode.EAGER,
+    without: frozenset[str] = frozenset(),
+) -> StepResult:
+    """Compose one step.
+
+    Args:
+        ops: what each worker executes.
+        costs: the same ops on a typical board: shares, standard errors and sources are taken from
+            here.
+        workers: the boards, with the ops' costs on each.
+        constants, spreads: of the laws.
+        host: host time of the step; needed in eager mode only.
+        mode: launch mode; only eager steps can be host-bound.
+        without: laws to leave out, of `LAWS`.
+    """
+    arrays = _arrays(ops, costs)
+    if "gap" in without:
+        constants = replace(constants, gap_s=0.0)
+    bound = host if host is not None and mode is Mode.EAGER and "host" not in without else None
+    host_s = bound.step_s if bound else 0.0
+    composed = _compose(arrays, workers, constants, host_s, without)
+    capped = min(composed.clocks) < 1.0
+    waits = composed.latency_s > composed.device_s
+    sources = [c.source for c in costs] + ([bound.source] if waits and bound else [])
+    return StepResult(
+        latency_s=composed.latency_s,
+        energy_j=composed.energy_j,
+        clock=min(composed.clocks),
+        regime="host" if waits else "capped" if capped else "device",
+        parts=_parts(ops, costs, arrays, workers, constants, composed),
+        interval=_interval(
+            ops, costs, arrays, workers, constants, spreads, bound, without, composed
+        ),
+        source=max(sources, default=Source.MEASURED),
+    )
+
+
+def _parts(
+    ops: Sequence[Op],
+    costs: Sequence[Cost],
+    arrays: _Ops,
+    workers: Sequence[Worker],
+    constants: Constants,
+    composed: _Composed,
+) -> tuple[Part, ...]:
+    """Each op's part, then what the laws add; they sum up to the step in time and in energy."""
+    slow, clock = workers[composed.slowest], composed.clocks[composed.slowest]
+    stretch = arrays.compute_share / clock + 1.0 - arrays.compute_share
+    times = arrays.count * slow.latency_s * stretch
+    energies = sum(
+        arrays.count * w.energy_j * f**constants.eta
+        for w, f in zip(workers, composed.clocks, strict=True)
+    )
+    parts = [
+        Part(
+            op=o,
+            kind=o.kind,
+            name=o.name,
+            count=o.count,
+            latency_s=float(t),
+            energy_j=float(e),
+            source=c.source,
+        )
+        for o, c, t, e in zip(ops, costs, times, np.asarray(energies), strict=True)
+    ]
+    weakest = max((c.source for c in costs), default=Source.MEASURED)
+
+    def add(kind: Kind, name: str, latency_s: float, energy_j: float) -> None:
+        parts.append(
+            Part(
+                op=None,
+                kind=kind,
+                name=name,
+                count=1,
+                latency_s=latency_s,
+                energy_j=energy_j,
+                source=weakest,
+            )
+        )
+
+    gap_s = composed.device_s - float(
+        times.sum()
+    )  # with "straggler" left out, also the mean's distance to the slowest
+    if gap_s:
+        add(Kind.OVERHEAD, "gaps between kernels", gap_s, 0.0)
+    if composed.wait_j or composed.latency_s > composed.device_s:
+        add(Kind.WAIT, "wait", composed.latency_s - composed.device_s, composed.wait_j)
+    add(Kind.IDLE, "idle", 0.0, composed.latency_s * sum(w.idle_w for w in workers))
+    return tuple(parts)
+
+
+def _interval(
+    ops: Sequence[Op],
+    costs: Sequence[Cost],
+    arrays: _Ops,
+    workers: Sequence[Worker],
+    constants: Constants,
+    spreads: Spreads,
+    host: Host | None,
+    without: frozenset[str],
+    base: _Composed,
+) -> Interval:
+    """Central interval from the variance components, lognormal in device time and in energy."""
+
+    def shifted(
+        latency: Array | float, energy: Array | float, cap: float = 1.0
+    ) -> tuple[float, float]:
+        moved = [
+            replace(
+                w,
+                latency_s=w.latency_s * latency,
+                energy_j=w.energy_j * energy,
+                cap_w=w.cap_w * cap,
+            )
+            for w in workers
+        ]
+        c = _compose(arrays, moved, constants, 0.0, without)
+        return math.log(c.device_s / base.device_s), math.log(c.energy_j / reference)
+
+    reference = _compose(arrays, workers, constants, 0.0, without).energy_j
+    kinds = np.array([str(o.kind) for o in ops])
+    t_se = np.array([c.latency_rel_se for c in costs])
+    e_se = np.array([c.energy_rel_se for c in costs])
+    p_se = np.sqrt(np.maximum(e_se**2 - t_se**2, 0.0))
+    memory, compute = 1.0 - arrays.compute_share, arrays.compute_share
+    slower = 1.0 + arrays.memory_share * spreads.memory_time
+    moves = [
+        shifted(slower, slower),
+        # Boards that draw more for memory draw more for arithmetic too: one component, not two.
+        shifted(1.0, 1.0 + memory * spreads.memory_power + compute * spreads.compute_power),
+        shifted(1.0, 1.0, 1.0 + spreads.cap),
+    ]
+    for kind in dict.fromkeys(kinds):
+        own = kinds == kind
+        moves.append(shifted(1.0 + own * t_se, 1.0 + own * t_se))
+        moves.append(shifted(1.0, 1.0 + own * p_se))
+    z = NormalDist().inv_cdf(0.5 + LEVEL / 2)
+    sd_t = math.hypot(spreads.latency, *(m[0] for m in moves))
+    sd_e = math.hypot(spreads.energy, *(m[1] for m in moves))
+    device = [base.device_s * math.exp(s * z * sd_t) for s in (-1, 1)]
+    host_s = [host.step_s * math.exp(s * z * host.rel_se) for s in (-1, 1)] if host else [0.0, 0.0]
+    latency = [max(d, h) for d, h in zip(device, host_s, strict=True)]
+    wait_w = sum(w.idle_w for w in workers) + len(workers) * (
+        constants.spin_w if len(workers) > 1 else constants.wait_w
+    )
+    energy = [
+        reference * math.exp(s * z * sd_e) + wait_w * max(0.0, h - base.device_s)
+        for s, h in zip((-1, 1), host_s, strict=True)
+    ]
+    return Interval(
+        level=LEVEL, latency_s=(latency[0], latency[1]), energy_j=(energy[0], energy[1])
+    )

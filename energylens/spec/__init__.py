@@ -1,0 +1,1 @@
+"""Models, devices, clusters and engines: YAML in, frozen values out."""

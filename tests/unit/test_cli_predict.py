@@ -1,0 +1,274 @@
+"""The verb `predict`, as a user meets it: documents, tables, exit codes, one-line errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from energylens.cli import main
+
+MODEL = ("predict", "llama3_8b", "--engine", "hf")
+
+pytestmark = pytest.mark.usefixtures("no_debug")
+
+Capture = pytest.CaptureFixture[str]
+
+
+def run_json(capsys: Capture, *arguments: str) -> dict[str, object]:
+    assert main([*arguments, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert isinstance(document, dict)
+    return document
+
+
+def error_of(capsys: Capture, *arguments: str, code: int = 2) -> str:
+    """The one line of a run that fails with ``code`` and leaves stdout empty."""
+    assert main(list(arguments)) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1, err
+    return err.strip()
+
+
+def test_json_is_one_document_and_all_that_stdout_holds(capsys: Capture) -> None:
+    document = run_json(capsys, *MODEL)
+    assert document["schema"] == "energylens/prediction/v1"
+    assert document["feasible"] is True
+    assert document["ttft_s"] > 0
+    assert document["request"]["energy_j"] > document["prefill"]["energy_j"]
+
+
+def test_defaults_are_those_of_the_contract(capsys: Capture) -> None:
+    document = run_json(capsys, *MODEL)
+    assert document["device"] == "h200"
+    assert document["workload"] == {
+        "batch": 1,
+        "prompt_len": 1024,
+        "gen_len": 128,
+        "context_len": 1024 + 64,
+    }
+    assert document["parallelism"]["gpus"] == 1
+
+
+def test_breakdown_adds_up_to_each_phase(capsys: Capture) -> None:
+    document = run_json(capsys, *MODEL, "--tp", "2")
+    for phase in ("prefill", "decode", "request"):
+        rows = [r for r in document["breakdown"] if r["phase"] == phase]
+        for quantity in ("latency_s", "energy_j"):
+            total = sum(r[quantity] for r in rows)
+            assert total == pytest.approx(document[phase][quantity], rel=1e-6)
+
+
+def test_intervals_enclose_what_they_belong_to(capsys: Capture) -> None:
+    document = run_json(capsys, *MODEL)
+    for phase in ("prefill", "decode", "request"):
+        result = document[phase]
+        assert result["interval"]["level"] == 0.9
+        for quantity in ("latency_s", "energy_j"):
+            low, high = result["interval"][quantity]
+            assert low < result[quantity] < high
+
+
+def test_definitions_of_per_token_numbers(capsys: Capture) -> None:
+    d = run_json(capsys, *MODEL, "--batch", "8", "--gen-len", "64")
+    assert d["energy_per_token_j"] == pytest.approx(d["decode"]["energy_j"] / 8)
+    assert d["energy_per_prompt_j"] == pytest.approx(d["prefill"]["energy_j"] / 8)
+    assert d["tpot_s"] == pytest.approx((d["ttlt_s"] - d["ttft_s"]) / 63)
+
+
+def test_one_generated_token_has_null_tpot(capsys: Capture) -> None:
+    document = run_json(capsys, *MODEL, "--gen-len", "1")
+    assert document["tpot_s"] is None
+    assert document["null_reasons"]["tpot_s"]
+    assert document["ttlt_s"] == pytest.approx(document["ttft_s"])
+
+
+def test_a_longer_context_costs_more(capsys: Capture) -> None:
+    short, long = (
+        run_json(
+            capsys, *MODEL, "--phase", "decode", "--mode", "cuda_graph", "--batch", "16",
+            "--context-len", length,
+        )
+        for length in ("512", "32768")
+    )  # fmt: skip
+    assert long["decode"]["latency_s"] > short["decode"]["latency_s"]
+    assert long["decode"]["energy_j"] > short["decode"]["energy_j"]
+    assert short["prefill"] is None
+
+
+def test_a_captured_graph_is_for_decode_and_frees_it_of_the_host(capsys: Capture) -> None:
+    eager, captured, named = (
+        run_json(capsys, *MODEL, *mode)
+        for mode in (
+            ("--mode", "eager"),
+            ("--mode", "cuda_graph"),
+            ("--mode", "prefill=eager", "--mode", "decode=cuda_graph"),
+        )
+    )
+    assert eager["decode"]["regime"] == "host"
+    assert captured["decode"]["regime"] != "host"
+    assert captured["decode"]["latency_s"] < eager["decode"]["latency_s"]
+    assert captured["prefill"] == eager["prefill"]
+    assert named["request"] == captured["request"]
+
+
+def test_gpus_alone_sets_tensor_parallelism(capsys: Capture) -> None:
+    assert run_json(capsys, *MODEL, "--gpus", "2")["parallelism"]["tp"] == 2
+
+
+def test_a_lower_power_limit_does_not_speed_up(capsys: Capture) -> None:
+    free, capped = (
+        run_json(capsys, *MODEL, "--phase", "prefill", "--batch", "8", *limit)
+        for limit in ((), ("--power-limit", "400"))
+    )
+    assert capped["prefill"]["latency_s"] > free["prefill"]["latency_s"]
+    assert capped["prefill"]["mean_power_w"] <= 400
+
+
+def test_the_table_ends_with_where_the_numbers_come_from(capsys: Capture) -> None:
+    assert main([*MODEL, "--tp", "2"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    for label in ("TTFT", "TPOT", "TTLT", "J/prompt", "J/token", "J/request", "W/GPU", "memory"):
+        assert label in out
+    last = out.strip().splitlines()[-1]
+    assert "device h200" in last
+    assert "engine hf" in last
+    assert "weakest source:" in last
+
+
+def test_a_device_without_a_bundle_answers_from_the_roofline(capsys: Capture) -> None:
+    document = run_json(capsys, *MODEL, "--device", "a6000", "--batch", "1")
+    assert document["source"] == "roofline"
+    assert document["bundles"] == []
+    low, high = document["prefill"]["interval"]["energy_j"]
+    assert high / low > 1.5
+    assert "energylens calibrate --device a6000" in " ".join(document["notes"])
+
+
+def test_a_model_that_does_not_fit_is_infeasible_with_its_memory(capsys: Capture) -> None:
+    assert main(["predict", "llama3_70b", "--engine", "hf", "--json"]) == 3
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    assert document["feasible"] is False
+    assert "does not fit" in document["reason"]
+    assert document["memory"]["fits"] is False
+    assert document["memory"]["weights_bytes"] == pytest.approx(141e9, rel=0.01)
+    assert err.startswith("energylens: infeasible: ")
+    assert "--tp" in error_of(capsys, "predict", "llama3_70b", "--engine", "hf", code=3)
+
+
+def test_a_degree_that_does_not_divide_is_infeasible_and_names_those_that_do(
+    capsys: Capture,
+) -> None:
+    line = error_of(capsys, "predict", "qwen2_5_7b", "--engine", "hf", "--tp", "8", code=3)
+    assert "tp=8" in line
+    assert "1, 2, 4" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("predict", "lama3_8b", "--engine", "hf"), "llama3_8b"),
+        (("predict", "no/such/folder/x.yaml", "--engine", "hf"), "no/such/folder/x.yaml"),
+        ((*MODEL, "--device", "h300"), "h200"),
+        (("predict", "llama3_8b", "--engine", "hff"), "'hff'"),
+        ((*MODEL, "--phase", "prefil"), "allowed: prefill, decode, request, all"),
+        ((*MODEL, "--phase", ""), "allowed: prefill, decode, request, all"),
+        ((*MODEL, "--mode", "graph"), "allowed: eager, cuda_graph, serving"),
+        ((*MODEL, "--mode", "request=eager"), "allowed: prefill, decode"),
+        ((*MODEL, "--without", "caps"), "--without: unknown value 'caps'; allowed: cap, host"),
+        ((*MODEL, "--batch", "0"), "batch must be at least 1, not 0"),
+        ((*MODEL, "--batch", "two"), "--batch"),
+        ((*MODEL, "--context-len", "nan"), "--context-len"),
+        ((*MODEL, "--power-limit", "-1"), "--power-limit: -1 found"),
+        ((*MODEL, "--tp", "2", "--ep", "3"), "ep=3 must divide"),
+        ((*MODEL, "--tp", "2", "--gpus", "4"), "--gpus is 4"),
+        ((*MODEL, "--anchor", "nowhere.json"), "nowhere.json: no such anchor file"),
+        ((*MODEL, "--bundle", "nowhere.json"), "nowhere.json"),
+        ((*MODEL, "--bacth", "2"), "--batch"),
+        (("predict",), "SPEC"),
+        (("predcit",), "predict"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    capsys: Capture, arguments: tuple[str, ...], told: str
+) -> None:
+    line = error_of(capsys, *arguments)
+    assert line.startswith("energylens: error: ")
+    assert told.lower() in line.lower()
+
+
+def test_broken_yaml_is_named_with_its_file(capsys: Capture, tmp_path: Path) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text("name: [unclosed\n", encoding="utf-8")
+    assert str(path) in error_of(capsys, "predict", str(path), "--engine", "hf")
+
+
+def test_a_damaged_bundle_is_refused(capsys: Capture, tmp_path: Path) -> None:
+    path = tmp_path / "bundle.json"
+    path.write_text('{"schema": "energylens/bundle/v1", "device": "h2', encoding="utf-8")
+    assert f"{path}: not a bundle, or cut off" in error_of(capsys, *MODEL, "--bundle", str(path))
+
+
+def test_an_anchor_file_is_used_and_named_in_the_result(capsys: Capture, tmp_path: Path) -> None:
+    board = {
+        "board_uuid": "GPU-1",
+        "device": "h200",
+        "idle_w": 125.0,
+        "stream_w": 640.0,
+        "gemm_w": 690.0,
+        "gemm_tflops": 655.0,
+    }
+    path = tmp_path / "anchor.json"
+    text = json.dumps({"schema": "energylens/anchor/v1", "boards": [board], "host": None})
+    path.write_text(text, encoding="utf-8")
+    document = run_json(capsys, *MODEL, "--anchor", str(path))
+    assert document["anchors"]["boards"][0]["board_uuid"] == "GPU-1"
+
+
+def test_an_unexpected_failure_is_one_line_and_exit_code_1(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: object, name: str) -> None:
+        raise RuntimeError("two\nlines")
+
+    monkeypatch.setattr("energylens.predict.Catalogue.spec", fail)
+    line = error_of(capsys, *MODEL, code=1)
+    assert line == (
+        "energylens: unexpected failure: RuntimeError: two lines; ENERGYLENS_DEBUG=1 shows where"
+    )
+    monkeypatch.setenv("ENERGYLENS_DEBUG", "1")
+    assert main(list(MODEL)) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_early_is_no_failure() -> None:
+    command = f"{sys.executable} -m energylens predict llama3_8b --engine hf | true"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_whole_process_is_small_and_quick() -> None:
+    """Processor time stands for wall time here: other work on the machine does not move it."""
+    seconds, peak_mb = [], []
+    for _ in range(3):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "energylens", *MODEL, "--json"],
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 0
+        seconds.append(usage.ru_utime + usage.ru_stime)
+        peak_mb.append(usage.ru_maxrss / 1e3)
+    assert max(peak_mb) <= 150
+    assert min(seconds) <= 1.0

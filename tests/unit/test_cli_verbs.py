@@ -1,0 +1,235 @@
+"""The other verbs, and what all verbs share."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+
+from energylens import __version__
+from energylens.cli import app, main
+
+pytestmark = pytest.mark.usefixtures("no_debug")
+
+Capture = pytest.CaptureFixture[str]
+
+FLAGS = {
+    "predict": {
+        "--phase",
+        "--batch",
+        "--prompt-len",
+        "--gen-len",
+        "--context-len",
+        "--device",
+        "--engine",
+        "--mode",
+        "--tp",
+        "--ep",
+        "--pp",
+        "--dp",
+        "--replicas",
+        "--gpus",
+        "--power-limit",
+        "--anchor",
+        "--bundle",
+        "--without",
+        "--json",
+    },
+    "validate": {"--by", "--ignore-anchors", "--anchor", "--bundle", "--without", "--json"},
+    "list": {"--json"},
+    "doctor": {"--json"},
+    "calibrate": {
+        "--device",
+        "--gpus",
+        "--for",
+        "--tp",
+        "--plan",
+        "--provider",
+        "--minutes",
+        "--anchor",
+        "--out",
+        "--resume",
+        "--fresh",
+        "--fit-only",
+        "--seed",
+        "--json",
+    },
+}
+
+COLUMNS = "record_id,device,engine,spec,phase,mode,batch,prompt_len,latency_s,energy_j,tp"
+ROWS = (
+    "one,h200,hf,llama3_8b,prefill,eager,8,1024,0.24,168,1",
+    "two,h200,hf,llama3_8b,decode,cuda_graph,16,1024,0.01,6.5,1",
+    "three,h200,hf,no_such_model,decode,eager,16,1024,0.01,6.5,1",
+    "four,h200,hf,llama3_8b,decode,eager,16,1024,0.01,,3",
+)
+
+
+@pytest.fixture
+def truth(tmp_path: Path) -> Path:
+    path = tmp_path / "truth.csv"
+    path.write_text("\n".join((COLUMNS, *ROWS)) + "\n", encoding="utf-8")
+    return path
+
+
+def test_the_list_of_flags_is_the_documented_one() -> None:
+    root = typer.main.get_command(app)
+    commands = root.commands  # type: ignore[attr-defined]
+    found = {
+        name: {opt for p in command.params for opt in (*p.opts, *p.secondary_opts) if opt[0] == "-"}
+        for name, command in commands.items()
+    }
+    assert found == FLAGS
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], *([verb, "--help"] for verb in FLAGS)])
+def test_help_is_on_stdout_and_no_error(capsys: Capture, arguments: list[str]) -> None:
+    assert main(arguments) == 0
+    out, err = capsys.readouterr()
+    assert "Usage" in out
+    assert err == ""
+
+
+def test_version_is_the_packages(capsys: Capture) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"energylens {__version__}\n"
+
+
+def test_validate_reports_every_row_and_counts_those_without_a_prediction(
+    capsys: Capture, truth: Path
+) -> None:
+    assert main(["validate", str(truth), "--by", "phase,tp", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["schema"] == "energylens/validation/v1"
+    rows = {row["record_id"]: row for row in document["rows"]}
+    assert list(rows) == ["one", "two", "three", "four"]
+    assert rows["one"]["energy_j"]["predicted"] > 0
+    assert rows["one"]["reason"] is None
+    assert rows["three"]["energy_j"]["predicted"] is None
+    assert "no_such_model" in rows["three"]["reason"]
+    assert "tp=3" in rows["four"]["reason"]
+    everything, *groups = document["summary"]
+    assert everything["group"] == {}
+    assert (everything["n"], everything["n_unpredicted"]) == (4, 2)
+    assert [g["group"] for g in groups] == [
+        {"phase": "prefill", "tp": 1},
+        {"phase": "decode", "tp": 1},
+        {"phase": "decode", "tp": 3},
+    ]
+
+
+def test_validate_shows_a_table_with_the_reasons(capsys: Capture, truth: Path) -> None:
+    assert main(["validate", str(truth)]) == 0
+    out, err = capsys.readouterr()
+    assert "not predicted, 1 rows: " in out
+    assert "latency MAPE" in out
+    assert err == ""
+
+
+def test_a_law_left_out_changes_the_prediction(capsys: Capture, truth: Path) -> None:
+    predicted = []
+    for extra in ([], ["--without", "cap"]):
+        assert main(["validate", str(truth), "--json", *extra]) == 0
+        document = json.loads(capsys.readouterr().out)
+        predicted.append(document["rows"][0]["latency_s"]["predicted"])
+    with_cap, without_cap = predicted
+    assert without_cap < with_cap  # 8 x 1024 tokens hold the power cap
+
+
+@pytest.mark.parametrize(
+    ("extra", "told"),
+    [
+        (["--by", "engin"], "--by: unknown field 'engin'"),
+        (["--without", "gravity"], "--without: unknown value 'gravity'; allowed: cap, host"),
+        (["--bundle", "nowhere.json"], "nowhere.json"),
+        (["--anchor", "nowhere.json"], "nowhere.json"),
+    ],
+)
+def test_validate_refuses_bad_options(
+    capsys: Capture, truth: Path, extra: list[str], told: str
+) -> None:
+    assert main(["validate", str(truth), *extra]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert told in err
+    assert err.count("\n") == 1
+
+
+def test_validate_names_a_file_that_it_cannot_read(capsys: Capture, tmp_path: Path) -> None:
+    assert main(["validate", str(tmp_path / "none.csv")]) == 2
+    assert "none.csv: cannot be read" in capsys.readouterr().err
+    assert main(["validate"]) == 2
+    assert "TRUTH" in capsys.readouterr().err.upper()
+
+
+def test_anchors_from_a_file_stand_in_for_rows_without_their_own(
+    capsys: Capture, truth: Path, tmp_path: Path
+) -> None:
+    board = {
+        "board_uuid": "GPU-1",
+        "device": "h200",
+        "idle_w": 125.0,
+        "stream_w": 640.0,
+        "gemm_w": 690.0,
+        "gemm_tflops": 500.0,
+    }
+    path = tmp_path / "anchor.json"
+    path.write_text(
+        json.dumps({"schema": "energylens/anchor/v1", "boards": [board], "host": None}),
+        encoding="utf-8",
+    )
+    assert main(["validate", str(truth), "--anchor", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["summary"][0]["n_unpredicted"] == 2
+
+
+def test_validate_covers_the_shared_truth(capsys: Capture, shared_truth: Path) -> None:
+    files = [shared_truth / "h200_hf.csv", shared_truth / "h200_vllm.csv"]
+    assert main(["validate", *map(str, files), "--json", "--by", "engine,phase,spec,tp"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    lines = [line for f in files for line in f.read_text(encoding="utf-8").splitlines()[1:]]
+    expected = [line.split(",")[0] for line in lines]
+    assert [row["record_id"] for row in document["rows"]] == expected
+    dense = [r for r in document["rows"] if r["record_id"].startswith("h200-hf-llama3_8b")]
+    assert all(row["reason"] is None for row in dense)
+
+
+@pytest.mark.parametrize("kind", ["specs", "devices", "engines", "clusters", "bundles"])
+def test_list_names_what_is_known(capsys: Capture, kind: str) -> None:
+    assert main(["list", kind, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert main(["list", kind]) == 0
+    assert capsys.readouterr().out.split() == document[kind]
+
+
+def test_list_without_a_kind_names_all(capsys: Capture) -> None:
+    assert main(["list", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert {"llama3_8b", "llama3_70b", "llama3_2_1b", "qwen2_5_7b", "qwen3_32b"} <= set(
+        document["specs"]
+    )
+    assert {"h200", "a6000", "jetson_orin_nano"} <= set(document["devices"])
+    assert "hf" in document["engines"]
+    assert main(["list"]) == 0
+    assert "devices: " in capsys.readouterr().out
+
+
+def test_list_refuses_an_unknown_kind(capsys: Capture) -> None:
+    assert main(["list", "models"]) == 2
+    assert "allowed: specs, devices, engines, clusters, bundles" in capsys.readouterr().err
+
+
+def test_doctor_answers_on_any_machine(capsys: Capture) -> None:
+    assert main(["doctor", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["schema"].startswith("energylens/doctor/")
+    assert main(["doctor"]) == 0
+    assert capsys.readouterr().out
+
+
+def test_calibrate_refuses_degrees_that_are_none(capsys: Capture) -> None:
+    assert main(["calibrate", "--for", "llama3_8b", "--tp", "1,x"]) == 2
+    assert "--tp: '1,x' found" in capsys.readouterr().err
+    assert main(["calibrate", "--minutes", "0"]) == 2
+    assert "--minutes" in capsys.readouterr().err

@@ -23,8 +23,19 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from energylens.results import Anchors, Measurement
+    from energylens.spec.system import Device as DeviceSheet
 
 EXIT_FAILURE, EXIT_INPUT, EXIT_INFEASIBLE, EXIT_INTERRUPTED = 1, 2, 3, 130
+
+_EXTRAS = {
+    "torch": "gpu",
+    "transformers": "gpu",
+    "pynvml": "gpu",
+    "sklearn": "gpu",
+    "pandas": "gpu",
+    "jtop": "jetson",
+}
+"""Optional library -> the extra that brings it."""
 
 _T = TypeVar("_T")
 
@@ -69,11 +80,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail("error", str(error), error.exit_code)
     except _UsageError as error:
         return _fail("error", _usage_message(error), EXIT_INPUT)
+    except ModuleNotFoundError as error:
+        extra = _EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            return _unexpected(error)
+        text = f"{error.name} is not installed; pip install 'energylens[{extra}]'"
+        return _fail("error", text, EXIT_INPUT)
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", "what was measured so far is kept", EXIT_INTERRUPTED)
     except Exception as error:  # noqa: BLE001 - the edge of the process: no traceback gets out
-        text = f"{type(error).__name__}: {error}; ENERGYLENS_DEBUG=1 shows where"
-        return _fail("unexpected failure", text, EXIT_FAILURE)
+        return _unexpected(error)
+
+
+def _unexpected(error: Exception) -> int:
+    text = f"{type(error).__name__}: {error}; ENERGYLENS_DEBUG=1 shows where"
+    return _fail("unexpected failure", text, EXIT_FAILURE)
 
 
 def _log_to_stderr() -> None:
@@ -300,7 +321,7 @@ def calibrate(
 ) -> None:
     """Measure kernels or anchors on the GPUs present; write samples and a bundle."""
     from energylens.bench.calibrate import run
-    from energylens.report import facts_table
+    from energylens.report import facts_text
 
     found = run(
         device=device,
@@ -315,8 +336,29 @@ def calibrate(
         resume=resume,
         fit_only=fit_only,
         seed=seed,
+        fit=_fit,
     )
-    _show(found if as_json else facts_table(found))
+    _show(found if as_json else facts_text(found))
+
+
+def _fit(
+    folders: Sequence[Path], device: DeviceSheet, provider: str, bundle_file: Path
+) -> Mapping[str, Any]:
+    """Fit the samples of ``folders``, write the bundle, and say how good it is."""
+    from energylens.cost.bundle import dump_bundle, load_bundle
+    from energylens.files import write_atomically
+    from energylens.fit import fit_bundle, load_published
+    from energylens.spec.load import data_dir
+
+    table = data_dir("calibration") / "published" / "nccl_latency.csv"
+    bundle, quality = fit_bundle(
+        folders,
+        device=device,
+        provider=provider,
+        published=load_published(table, device.name) if table.exists() else None,
+    )
+    write_atomically(bundle_file, dump_bundle(bundle))
+    return {**asdict(load_bundle(bundle_file).ref), **asdict(quality)}
 
 
 def _show(result: Mapping[str, Any] | RenderableType) -> None:

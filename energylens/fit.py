@@ -125,7 +125,7 @@ def fit_bundle(
         }
         laws = _fit_laws(data, models, laws)
     errors = _mix_errors(data, models, laws)
-    laws = replace(laws, **_composition_sd(errors), **_waiting(data))
+    laws = replace(laws, **_composition_sd(errors), spin_w=_spin_w(data))
     bundle = Bundle(
         device=device.name,
         provider=provider,
@@ -136,7 +136,7 @@ def fit_bundle(
         spread=_spread(data, laws.eta),
         kernels=models,
         laws=laws,
-        host=_fit_host(data.hosts, host_anchor),
+        host=_fit_host(data, host_anchor),
         published=published,
         versions=_merged_versions(stores),
     )
@@ -169,6 +169,37 @@ def _merged_versions(stores: Sequence[Store]) -> Mapping[str, str]:
 
 
 def _gather(stores: Sequence[Store], device: Device) -> tuple[_Data, Mapping[str, int]]:
+    limit_w, anchors = _circumstances(stores, device)
+    skipped: dict[str, int] = defaultdict(int)
+    ops: dict[str, list[Sample]] = defaultdict(list)
+    blocks: dict[str, list[Sample]] = {"mix": [], "host": [], "idle": []}
+    for sample in (s for store in stores for s in store.samples):
+        reason = _why_unused(sample, anchors)
+        if reason:
+            skipped[reason] += 1
+        elif sample.block == "op":
+            ops[sample.op.kernel].append(sample)
+        elif sample.block in blocks:
+            blocks[sample.block].append(sample)
+    if not ops:
+        raise CalibrationError(f"no usable samples: {dict(skipped) or 'the folders are empty'}")
+    data = _Data(
+        device=device,
+        limit_w=limit_w,
+        anchors=anchors,
+        typical=typical_anchor(list(anchors.values())),
+        ops=ops,
+        mixes=blocks["mix"],
+        hosts=blocks["host"],
+        idles=blocks["idle"],
+    )
+    return data, skipped
+
+
+def _circumstances(
+    stores: Sequence[Store], device: Device
+) -> tuple[float, Mapping[str, BoardAnchor]]:
+    """Power limit of all runs, and the mean anchor of each board."""
     anchors: dict[str, list[BoardAnchor]] = defaultdict(list)
     limits: dict[float, str] = {}
     for store in stores:
@@ -182,41 +213,19 @@ def _gather(stores: Sequence[Store], device: Device) -> tuple[_Data, Mapping[str
             for a in run.anchors.boards if run.anchors else ():
                 anchors[a.board_uuid].append(a)
     if len(limits) > 1:
-        (a_w, a), (b_w, b) = list(limits.items())[:2]
+        (first_w, first), (second_w, second) = list(limits.items())[:2]
         raise CalibrationError(
-            f"samples of different power limits do not mix: {a_w:.0f} W ({a}) and {b_w:.0f} W ({b}); fit them apart"
+            f"samples of different power limits do not mix: {first_w:.0f} W ({first}) and "
+            f"{second_w:.0f} W ({second}); fit them apart"
         )
     if not anchors:
         raise CalibrationError(
             "no run has an anchor; `energylens calibrate` takes one at its start"
         )
-    per_board = {
+    means = {
         u: replace(typical_anchor(a), board_uuid=u, time=a[-1].time) for u, a in anchors.items()
     }
-    skipped: dict[str, int] = defaultdict(int)
-    ops: dict[str, list[Sample]] = defaultdict(list)
-    blocks: dict[str, list[Sample]] = {"mix": [], "host": [], "idle": []}
-    for sample in (s for store in stores for s in store.samples):
-        reason = _why_unused(sample, per_board)
-        if reason:
-            skipped[reason] += 1
-        elif sample.block == "op":
-            ops[sample.op.kernel].append(sample)
-        elif sample.block in blocks:
-            blocks[sample.block].append(sample)
-    if not ops:
-        raise CalibrationError(f"no usable samples: {dict(skipped) or 'the folders are empty'}")
-    data = _Data(
-        device=device,
-        limit_w=float(next(iter(limits), device.power_limit_w)),
-        anchors=per_board,
-        typical=typical_anchor(list(per_board.values())),
-        ops=ops,
-        mixes=blocks["mix"],
-        hosts=blocks["host"],
-        idles=blocks["idle"],
-    )
-    return data, skipped
+    return float(next(iter(limits), device.power_limit_w)), means
 
 
 def _why_unused(sample: Sample, anchors: Mapping[str, BoardAnchor]) -> str:
@@ -259,6 +268,42 @@ def _spread(data: _Data, eta: float) -> Spread:
         compute_power=max(FLOOR.compute_power, sd([math.log(b.compute_power) for b in boards])),
         memory_time=max(FLOOR.memory_time, sd([math.log(b.memory_time) for b in boards])),
         idle_w=max(FLOOR.idle_w, sd([b.idle_w for b in boards])),
+    )
+
+
+def load_published(path: Path, device: str) -> Published | None:
+    """Published collective latencies of a device: the newest NCCL version that has all worker counts.
+
+    Args:
+        path: CSV with the columns device, nccl_version, collective, workers, values, latency_s.
+        device: name of the device.
+
+    Returns:
+        None where the table has none of the device.
+    """
+    import pandas as pd
+
+    table = pd.read_csv(path, dtype={"nccl_version": str})
+    table = table[table["device"] == device]
+    if table.empty:
+        return None
+    complete = table.groupby("nccl_version")["workers"].nunique()
+    best = complete[complete == complete.max()].index
+    newest = max(best, key=lambda v: tuple(map(int, v.split("."))))
+    wide = (
+        table[table["nccl_version"] == newest]
+        .groupby(["collective", "workers", "values"])["latency_s"]
+        .median()
+        .unstack()
+        .dropna(axis=1)
+    )
+    return Published(
+        workers=tuple(int(n) for n in sorted(set(wide.index.get_level_values("workers")))),
+        values=tuple(float(v) for v in wide.columns),
+        latency_s={
+            str(name): wide.loc[name].sort_index().to_numpy(dtype=np.float64)
+            for name in sorted(set(wide.index.get_level_values("collective")))
+        },
     )
 
 
@@ -443,7 +488,9 @@ def _fit_laws(data: _Data, models: Mapping[str, KernelModel], laws: Laws) -> Law
     """
     from scipy.optimize import least_squares
 
-    usable = [s for s in data.mixes if all(o.kernel in models for o in s.ops)]
+    usable = [
+        s for s in data.mixes if ";" not in s.board_uuid and all(o.kernel in models for o in s.ops)
+    ]
     if len(usable) < FEWEST_POINTS:
         return laws
 
@@ -499,48 +546,46 @@ def _composition_sd(errors: Mapping[str, tuple[float, float]]) -> dict[str, floa
     return {"latency_sd": _rms(values[:, 0]), "energy_sd": _rms(values[:, 1])}
 
 
-def _waiting(data: _Data) -> dict[str, float]:
-    """Above-idle watts while launching (label ``launching``) and while spinning in a collective (``spin``)."""
-
-    def mean(label: str) -> float | None:
-        values = [
-            s.trial.power_w - data.anchors[s.board_uuid].idle_w
-            for s in data.idles
-            if s.label == label and s.trial and s.trial.power_w and s.board_uuid in data.anchors
-        ]
-        return max(0.0, float(np.mean(values))) if values else None
-
-    found = {"wait_w": mean("launching"), "spin_w": mean("spin")}
-    return {name: value for name, value in found.items() if value is not None}
+def _spin_w(data: _Data) -> float:
+    """Above-idle watts of a board that is resident in a collective and waits for the others."""
+    values = [
+        s.trial.power_w - data.anchors[s.board_uuid].idle_w
+        for s in data.idles
+        if s.label == "spin" and s.trial and s.trial.power_w and s.board_uuid in data.anchors
+    ]
+    return max(0.0, float(np.mean(values))) if values else Laws().spin_w
 
 
-def _fit_host(samples: Sequence[Sample], anchor: HostAnchor | None) -> HostLaw | None:
+def _fit_host(data: _Data, anchor: HostAnchor | None) -> HostLaw | None:
     """Seconds per step and per launch, by number of workers, as least relative error over the host points."""
     if anchor is None:
         return None
-    by_workers: dict[int, list[tuple[int, float]]] = defaultdict(list)
-    for s in samples:
-        if s.trial:
-            workers = max(
-                [int(o.sizes["workers"]) for o in s.ops if o.type.is_collective], default=1
-            )
-            by_workers[workers].append(
-                (sum(o.count * o.launches for o in s.ops), s.trial.latency_s)
-            )
-    step_s, launch_s, residuals = {}, {}, []
-    for workers, points in by_workers.items():
-        if len(points) < 2:
+    groups: dict[int, list[Sample]] = defaultdict(list)
+    for s in data.hosts:
+        groups[
+            max((int(o.sizes["workers"]) for o in s.ops if o.type.is_collective), default=1)
+        ].append(s)
+    step_s, launch_s, wait_w, residuals = {}, {}, {}, []
+    for workers, samples in groups.items():
+        if len(samples) < 2:
             continue
-        n = np.array([p[0] for p in points], dtype=np.float64)
-        t = np.array([p[1] for p in points])
+        n = np.array([sum(o.count * o.launches for o in s.ops) for s in samples], dtype=np.float64)
+        t = np.array([s.trial.latency_s for s in samples if s.trial])
         design = np.column_stack([1 / t, n / t])  # relative errors: each row divided by its time
         (a, b), *_ = np.linalg.lstsq(design, np.ones_like(t), rcond=None)
         if a < 0:
             a, b = 0.0, float((n / t).sum() / ((n / t) ** 2).sum())
         step_s[workers], launch_s[workers] = float(a), float(b)
         residuals += list((a + b * n) / t - 1)
+        watts = [
+            s.trial.power_w - np.mean([data.anchors[u].idle_w for u in s.board_uuid.split(";")])
+            for s in samples
+            if s.trial
+            and s.trial.power_w
+            and all(u in data.anchors for u in s.board_uuid.split(";"))
+        ]
+        wait_w[workers] = max(0.0, float(np.mean(watts))) if watts else 0.0
     if not launch_s:
         return None
-    return HostLaw(
-        step_s=step_s, launch_s=launch_s, anchor=anchor, rel_se=max(0.05, _rms(np.array(residuals)))
-    )
+    rel_se = max(0.05, _rms(np.array(residuals)))
+    return HostLaw(step_s=step_s, launch_s=launch_s, wait_w=wait_w, anchor=anchor, rel_se=rel_se)

@@ -16,7 +16,7 @@ from energylens.cost.board import Board, Spread, board, typical_boards
 from energylens.cost.bundle import Bundle, HostLaw, Laws, load_bundle, select
 from energylens.cost.features import prior
 from energylens.cost.model import CostModelSet
-from energylens.errors import EnergyLensError, SpecError
+from energylens.errors import CalibrationError, EnergyLensError, SpecError
 from energylens.graph import Op
 from energylens.lower import Lowered, lower, memory
 from energylens.results import (
@@ -92,7 +92,7 @@ class Machine:
             costs,
             workers,
             constants=Constants(
-                eta=laws.eta, gap_s=laws.gap_s, wait_w=laws.wait_w, spin_w=laws.spin_w
+                eta=laws.eta, gap_s=laws.gap_s, wait_w=self._wait_w, spin_w=laws.spin_w
             ),
             spreads=Spreads(
                 memory_power=spread.memory_power,
@@ -105,6 +105,10 @@ class Machine:
             mode=mode,
             without=without,
         )
+
+    @property
+    def _wait_w(self) -> float:
+        return self.host.wait_w.get(self.host.nearest(len(self.boards)), 0.0) if self.host else 0.0
 
     def _host(self, ops: Sequence[Op]) -> Host:
         """Host time of an eager step that launches ``ops``."""
@@ -473,6 +477,9 @@ def predict_measurement(
         anchors: of the row's boards, or None for typical ones.
         without: composition laws to leave out.
         catalogue: where names are looked up.
+
+    Raises:
+        CalibrationError: a bundle is damaged.
     """
     try:
         spec, engine, device = (
@@ -483,6 +490,8 @@ def predict_measurement(
         phase, mode = Phase(m.phase), Mode(m.mode)
         if m.precision != spec.precision.weights:
             return f"the spec {spec.name} is {spec.precision.weights}, the row {m.precision}"
+        if phase is Phase.REQUEST and m.gen_len is None:
+            return "a request needs gen_len, and the row has none"
         both = (Phase.PREFILL, Phase.DECODE) if phase is Phase.REQUEST else (phase,)
         return predict(
             spec,
@@ -505,5 +514,7 @@ def predict_measurement(
             without=without,
             link=catalogue.link(device, m.parallelism.gpus),
         )
+    except CalibrationError:  # of the calibration, not of the row: no row can be predicted with it
+        raise
     except EnergyLensError as error:
         return str(error)

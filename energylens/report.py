@@ -181,7 +181,7 @@ def doctor_text(document: Mapping[str, Any]) -> str:
     return "\n".join([*lines, *(f"hint: {hint}" for hint in document["hints"])])
 
 
-def facts_table(facts: Mapping[str, Any]) -> str:
+def facts_text(facts: Mapping[str, Any]) -> str:
     """A document of facts as indented lines, for people."""
     return "\n".join(_fact_lines(facts, 0))
 

@@ -204,11 +204,9 @@ def _compose(
         device_s = max(t for t, _ in sums)
     slowest = max(range(len(sums)), key=lambda i: sums[i][0])
     latency = max(device_s, host_s)
-    # A worker that is done first spins in the next collective; when all wait for the host, workers
-    # of a group are in # a collective for much of that time too.
-    wait_w = constants.spin_w if len(workers) > 1 else constants.wait_w
+    # A worker that is done first spins in the next collective.
     spin_j = sum(max(0.0, device_s - t) * constants.spin_w for t, _ in sums)
-    host_j = (latency - device_s) * wait_w * len(workers)
+    host_j = (latency - device_s) * constants.wait_w * len(workers)
     energy = sum(e for _, e in sums) + spin_j + host_j + latency * sum(w.idle_w for w in workers)
     return _Composed(latency, energy, device_s, slowest, clocks, spin_j + host_j)
 
@@ -363,9 +361,7 @@ def _interval(
     device = [base.device_s * math.exp(s * z * sd_t) for s in (-1, 1)]
     host_s = [host.step_s * math.exp(s * z * host.rel_se) for s in (-1, 1)] if host else [0.0, 0.0]
     latency = [max(d, h) for d, h in zip(device, host_s, strict=True)]
-    wait_w = sum(w.idle_w for w in workers) + len(workers) * (
-        constants.spin_w if len(workers) > 1 else constants.wait_w
-    )
+    wait_w = sum(w.idle_w + constants.wait_w for w in workers)
     energy = [
         reference * math.exp(s * z * sd_e) + wait_w * max(0.0, h - base.device_s)
         for s, h in zip((-1, 1), host_s, strict=True)

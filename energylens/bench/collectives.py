@@ -23,15 +23,27 @@ from types import TracebackType
 from typing import Any, Self
 
 from energylens.bench.kernels import GraphWork
-from energylens.bench.trial import TrialLimits, measure
+from energylens.bench.layer import DecoderLayers, MixPoint, layer_point
+from energylens.bench.trial import TrialLimits, Work, measure
+from energylens.errors import MeterError
 from energylens.graph import Op, make_op
+from energylens.lower import valid_tp
 from energylens.meter.base import AbstractRecorder, DeviceSeries, Reading
+from energylens.spec.load import load_engine
+from energylens.spec.model import Spec
+from energylens.spec.system import Mode, Step
 from energylens.store import Trial
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 ALL_REDUCE_BYTES = tuple(8192 * 2**i for i in range(0, 16))  # 8 KB … 256 MB
 OTHER_BYTES = tuple(8192 * 8**i for i in range(0, 6))  # 8 KB … 256 MB
 GRAPH_COLLECTIVES = 32
+JOINT_STEPS = (
+    Step.prefill(1, 512, Mode.EAGER),
+    Step.prefill(4, 2048, Mode.EAGER),
+    Step.decode(1, 1025, Mode.CUDA_GRAPH),
+    Step.decode(64, 2049, Mode.CUDA_GRAPH),
+)
 
 
 def collective_ops(workers: int) -> tuple[Op, ...]:
@@ -106,14 +118,19 @@ class Team:
         self.dist.all_gather_object(out, value, group=self._cpu)
         return out
 
-    def drive(self, work: GraphWork, measure_it: Callable[[GraphWork], Any]) -> Any:
-        """Let worker 0 measure ``work`` while the others replay what it replays; returns worker 0's result."""
+    def drive(self, work: Work, measure_it: Callable[[Work], Any]) -> Any:
+        """Let worker 0 measure ``work`` while the others replay what it replays.
+
+        Returns:
+            What worker 0 measured, there; None on the others.
+        """
+        result = None
         if self.worker == 0:
-            driven = _Driven(work, self)
-            result = measure_it(driven)  # type: ignore[arg-type]
-            self.tell(None)
+            try:
+                result = measure_it(_Driven(work, self))
+            finally:
+                self.tell(None)  # whatever happened here, the others must not wait for more
         else:
-            result = None
             token: object = None
             while (replays := self.tell(None)) is not None:
                 token = work.enqueue(replays)
@@ -126,7 +143,7 @@ class Team:
 class _Driven:
     """A work whose every enqueue happens on all workers."""
 
-    def __init__(self, work: GraphWork, team: Team) -> None:
+    def __init__(self, work: Work, team: Team) -> None:
         self._work, self._team = work, team
         self.executions, self.footprint_bytes = work.executions, work.footprint_bytes
 
@@ -164,16 +181,16 @@ def collective_work(op: Op, team: Team) -> GraphWork:
 
 def measure_everywhere(
     team: Team,
-    work: GraphWork,
+    work: Work,
     recorder: AbstractRecorder | None,
     uuids: Sequence[str],
     limits: TrialLimits,
 ) -> tuple[Trial, list[Reading]] | None:
     """Latency on worker 0, and the readings of all of its node's boards over the same window."""
 
-    def measure_it(driven: GraphWork) -> tuple[Trial, list[Reading]]:
+    def measure_it(driven: Work) -> tuple[Trial, list[Reading]]:
         if recorder is None:
-            raise RuntimeError("worker 0 has no recorder")
+            raise MeterError("worker 0 has no recorder")
         window = _WindowRecorder(recorder)
         trial = measure(driven, window, uuids[0], limits=limits)
         start, end = window.window
@@ -181,6 +198,37 @@ def measure_everywhere(
 
     result: tuple[Trial, list[Reading]] | None = team.drive(work, measure_it)
     return result
+
+
+def joint_points(spec: Spec, team: Team) -> tuple[MixPoint, ...]:
+    """Layers of a tensor-parallel model on all workers, their all-reduces in place.
+
+    They show what one worker cannot: contention, and stragglers at the power cap. No constant is
+    fitted on them. None where the model does not allow so many workers.
+    """
+    engine = load_engine("hf")
+    if team.workers not in valid_tp(spec):
+        return ()
+
+    def reduce(_module: Any, _inputs: Any, output: Any) -> None:
+        team.dist.all_reduce(output)
+
+    def point(step: Step) -> MixPoint:
+        def build() -> GraphWork:
+            import torch
+
+            with torch.inference_mode():
+                layers = DecoderLayers(spec, team.workers, step, f"cuda:{team.local}")
+            for layer in layers.modules:
+                layer.self_attn.o_proj.register_forward_hook(reduce)
+                layer.mlp.down_proj.register_forward_hook(reduce)
+            work = GraphWork([layers.forward], device=team.local)
+            work.executions = layers.count
+            return work
+
+        return layer_point(spec, engine, team.workers, step, build, collectives=True)
+
+    return tuple(point(step) for step in JOINT_STEPS)
 
 
 def spin_work(team: Team, seconds: float) -> float | None:
@@ -208,7 +256,7 @@ def spin_work(team: Team, seconds: float) -> float | None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of one worker; worker 0 writes the samples."""
-    from energylens.bench.calibrate import collectives_worker
+    from energylens.bench.team import collectives_worker
 
     parser = argparse.ArgumentParser(prog="energylens.bench.collectives")
     parser.add_argument("--out", type=Path, required=True, help="folder of the samples")

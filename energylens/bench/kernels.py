@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -198,8 +199,10 @@ class TorchProvider:
                 torch.cuda.synchronize()
 
     def anchor_work(self, name: str) -> AnchorWork:
-        """The loads of an anchor: ``stream`` (1 GB copied), ``gemm`` (8192 cubed), ``gemv`` (1 GB of
-        weights at M = 1)."""
+        """The loads of an anchor.
+
+        ``stream`` scales 1 GB in place, ``gemm`` is 8192 cubed, ``gemv`` reads 1 GB of weights at M = 1.
+        """
         import torch
 
         maker = _Maker(torch, f"cuda:{self.device}", torch.bfloat16)
@@ -291,7 +294,7 @@ def _gemm(make: _Maker, s: Mapping[str, int]) -> Built:
     copies = _copies(2.0 * n * k)
     x = make.normal(m, k)
     weights = [make.normal(n, k, std=WEIGHT_STD) for _ in range(copies)]
-    return [lambda w=w: linear(x, w) for w in weights], 2.0 * (copies * n * k + m * k + m * n)
+    return [partial(linear, x, w) for w in weights], 2.0 * (copies * n * k + m * k + m * n)
 
 
 class _Attention:
@@ -410,10 +413,13 @@ def _kv_concat(make: _Maker, s: Mapping[str, int]) -> Built:
         return [lambda: (cat([empty, k], dim=-2), cat([empty, v], dim=-2))], 2.0 * 4 * k.numel()
     copies = _copies(2.0 * 2 * batch * heads * past_len * dim)
     pasts = [[make.normal(batch, heads, past_len, dim) for _ in range(2)] for _ in range(copies)]
-    calls: list[Call] = [
-        lambda p=p: (cat([p[0], k], dim=-2), cat([p[1], v], dim=-2)) for p in pasts
-    ]
-    return calls, 2.0 * 2 * (copies + 1) * batch * heads * past_len * dim
+
+    def append(past_k: Any, past_v: Any) -> object:
+        return cat([past_k, k], dim=-2), cat([past_v, v], dim=-2)
+
+    return [partial(append, *past) for past in pasts], 2.0 * 2 * (
+        copies + 1
+    ) * batch * heads * past_len * dim
 
 
 def _repeat_kv(make: _Maker, s: Mapping[str, int]) -> Built:

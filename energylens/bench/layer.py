@@ -71,18 +71,22 @@ class HostPoint:
     end_s: float
 
 
-def layer_ops(spec: Spec, engine: Engine, tp: int, step: Step, layers: int = 1) -> tuple[Op, ...]:
-    """The ops of ``layers`` of the model's repeated layers on one worker, without collectives and without the head.
+def layer_ops(
+    spec: Spec, engine: Engine, tp: int, step: Step, *, collectives: bool = False
+) -> tuple[Op, ...]:
+    """The ops of one of the model's repeated layers on one worker, without the head.
 
     Raises:
         UnsupportedError: the configuration cannot run; the text says why.
     """
     block = max(spec.blocks, key=lambda b: b.repeat)
-    small = replace(spec, blocks=(replace(block, repeat=layers),))
-    ops = lower_step(small, engine, Parallelism(tp=tp), step)
+    one = replace(spec, blocks=(replace(block, repeat=1),))
+    ops = lower_step(one, engine, Parallelism(tp=tp), step)
     if isinstance(ops, Infeasible):
         raise UnsupportedError(ops.reason)
-    return tuple(o for o in ops if not o.type.is_collective and o.kernel != "hf_prepare")
+    return tuple(
+        o for o in ops if o.kernel != "hf_prepare" and (collectives or not o.type.is_collective)
+    )
 
 
 def transformers_config(spec: Spec, tp: int = 1, layers: int = 1) -> Any:
@@ -136,7 +140,7 @@ def random_fill(module: Any, std: float = 0.02) -> None:
         p.data.normal_(0.0, std) if p.dim() > 1 else p.data.normal_(1.0, std)
 
 
-class _Layers:
+class DecoderLayers:
     """Decoder layers of one worker with random weights and, for decode, a filled cache."""
 
     def __init__(self, spec: Spec, tp: int, step: Step, device: str) -> None:
@@ -153,11 +157,11 @@ class _Layers:
         batch, new, context = self._group.count, self._group.new, int(self._group.context)
         self._past = context - new
         with torch.device(device):
-            self._layers = [
+            self.modules = [
                 layer_type(config, i).to(torch.bfloat16).eval() for i in range(self.count)
             ]
             rotary = rotary_type(config)
-        for layer in self._layers:
+        for layer in self.modules:
             random_fill(layer)
         self._x = torch.randn(batch, new, config.hidden_size, dtype=torch.bfloat16, device=device)
         positions = (torch.arange(new, device=device) + self._past).unsqueeze(0)
@@ -180,7 +184,7 @@ class _Layers:
             layer.lazy_initialization(k, v)
             layer.keys, layer.values = k, v
         h = self._x
-        for layer in self._layers:
+        for layer in self.modules:
             h = layer(
                 h,
                 attention_mask=self._mask,
@@ -223,26 +227,39 @@ def layer_points(
     for spec in specs:
         for tp in tps:
             if tp in valid_tp(spec):
-                points += [_layer_point(spec, engine, tp, step, device) for step in LAYER_STEPS]
+                points += [_alone(spec, engine, tp, step, device) for step in LAYER_STEPS]
     return tuple(points)
 
 
-def _layer_point(spec: Spec, engine: Engine, tp: int, step: Step, device: int) -> MixPoint:
-    g = step.sequences[0]
-    phase = "prefill" if g.new > 1 else "decode"
-
+def _alone(spec: Spec, engine: Engine, tp: int, step: Step, device: int) -> MixPoint:
     def build() -> GraphWork:
         import torch
 
         with torch.cuda.device(device), torch.inference_mode():
-            layers = _Layers(spec, tp, step, f"cuda:{device}")
+            layers = DecoderLayers(spec, tp, step, f"cuda:{device}")
         work = GraphWork([layers.forward], device=device)
         work.executions = layers.count
         return work
 
+    return layer_point(spec, engine, tp, step, build)
+
+
+def layer_point(
+    spec: Spec,
+    engine: Engine,
+    tp: int,
+    step: Step,
+    build: Callable[[], GraphWork],
+    *,
+    collectives: bool = False,
+) -> MixPoint:
+    """The point whose one execution is one layer of one worker, with or without its collectives."""
+    g = step.sequences[0]
+    phase = "prefill" if g.new > 1 else "decode"
+    where = f"tp{tp} joint" if collectives else f"tp{tp}"
     return MixPoint(
-        label=f"{spec.name} tp{tp} layer {phase} {g.count}x{int(g.context)}",
-        ops=layer_ops(spec, engine, tp, step),
+        label=f"{spec.name} {where} layer {phase} {g.count}x{int(g.context)}",
+        ops=layer_ops(spec, engine, tp, step, collectives=collectives),
         mode=step.mode,
         build=build,
     )

@@ -50,7 +50,7 @@ MEMORY_BOUND_S, COMPUTE_BOUND_S = 1.4, 2.4
 """Expected seconds of a point; loads near the power limit settle longer."""
 
 _FOOTPRINT_BYTES = 60e9  # largest op that is worth its memory in a calibration
-_LEAST_POINTS = 5  # of each kernel, however small its share: without any there is no fit
+_LEAST_POINTS = 8  # of each kernel, however small its share: without any there is no fit
 _LENGTH_OCTAVES = 2.0  # length scale of the Gaussian process, in every size
 _SMOOTH, _ROUGH = 0.25, 0.05  # relative deviation from the roofline: with neighbours, on its own
 _NOISE = 0.02  # relative error of a measurement

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
+from energylens.errors import CalibrationError
 from energylens.results import BoardAnchor, Cost
 from energylens.spec.system import Device
 
@@ -62,7 +63,8 @@ def gemm_power_at_max_clock(anchor: BoardAnchor, device: Device, eta: float) -> 
     Dynamic energy per execution goes with clock**eta and executions per second with the clock.
     """
     clock = anchor.gemm_mhz * 1e6 if anchor.gemm_mhz else device.clock_max_hz
-    return (anchor.gemm_w - anchor.idle_w) * (device.clock_max_hz / clock) ** (1.0 + eta)
+    stretch: float = (device.clock_max_hz / clock) ** (1.0 + eta)
+    return (anchor.gemm_w - anchor.idle_w) * stretch
 
 
 def board(anchor: BoardAnchor, typical: BoardAnchor, device: Device, eta: float) -> Board:
@@ -85,13 +87,25 @@ def typical_anchor(anchors: Sequence[BoardAnchor]) -> BoardAnchor:
         values = [getattr(a, name) for a in anchors if getattr(a, name) is not None]
         return math.exp(sum(map(math.log, values)) / len(values)) if values else None
 
-    numbers = {
-        f.name: mean(f.name)
-        for f in fields(BoardAnchor)
-        if f.name not in ("board_uuid", "device", "time")
-    }
-    return BoardAnchor(board_uuid="typical", device=anchors[0].device, **numbers)  # type:
-    ignore[arg - type]
+    def needed(name: str) -> float:
+        value = mean(name)
+        if value is None:
+            raise CalibrationError(f"no anchor holds {name}; measure the anchors again")
+        return value
+
+    return BoardAnchor(
+        board_uuid="typical",
+        device=anchors[0].device,
+        idle_w=needed("idle_w"),
+        stream_w=needed("stream_w"),
+        gemm_tflops=needed("gemm_tflops"),
+        gemm_w=needed("gemm_w"),
+        gemm_mhz=mean("gemm_mhz"),
+        gemv_gbs=mean("gemv_gbs"),
+        stream_gbs=mean("stream_gbs"),
+        gemv_w=mean("gemv_w"),
+        temperature_c=mean("temperature_c"),
+    )
 
 
 def typical_boards(count: int, idle_w: float, spread: Spread) -> tuple[Board, ...]:

@@ -36,7 +36,6 @@ class Laws:
         cap_fraction: mean power that the governor holds, over the power limit.
         gap_s: time between kernels of a captured graph beyond what the kernels took alone, per
             launch.
-        wait_w: above-idle watts of a board that waits for its host.
         spin_w: above-idle watts of a board that spins in a collective.
         latency_sd, energy_sd: relative errors of composed mixes with everything else right
             (composition component).
@@ -46,7 +45,6 @@ class Laws:
     compute_scale: float = 1.0
     cap_fraction: float = 0.985
     gap_s: float = 0.0
-    wait_w: float = 0.0
     spin_w: float = 0.0
     latency_sd: float = 0.15
     energy_sd: float = 0.15
@@ -58,12 +56,14 @@ class HostLaw:
 
     Attributes:
         step_s, launch_s: seconds on the host that made the bundle, keyed by workers.
+        wait_w: above-idle watts of a board that waits for its host, keyed by workers.
         anchor: that host's anchor; another host's times scale with its module time.
         rel_se: relative standard error on the same host.
     """
 
     step_s: Mapping[int, float]
     launch_s: Mapping[int, float]
+    wait_w: Mapping[int, float]
     anchor: HostAnchor
     rel_se: float
 
@@ -187,6 +187,7 @@ def _content(bundle: Bundle) -> dict[str, Any]:
         else {
             "step_s": {str(k): v for k, v in bundle.host.step_s.items()},
             "launch_s": {str(k): v for k, v in bundle.host.launch_s.items()},
+            "wait_w": {str(k): v for k, v in bundle.host.wait_w.items()},
             "anchor": asdict(bundle.host.anchor),
             "rel_se": bundle.host.rel_se,
         },
@@ -265,6 +266,7 @@ def _parse(d: Mapping[str, Any], sha256: str) -> Bundle:
         else HostLaw(
             step_s={int(k): float(v) for k, v in host["step_s"].items()},
             launch_s={int(k): float(v) for k, v in host["launch_s"].items()},
+            wait_w={int(k): float(v) for k, v in host["wait_w"].items()},
             anchor=HostAnchor(**host["anchor"]),
             rel_se=float(host["rel_se"]),
         ),

@@ -85,4 +85,5 @@ class GaussianProcess:
             + (known**2).sum(axis=1)[None, :]
             - 2 * scaled @ known.T
         )
-        return np.sqrt(np.maximum(square, 0.0).min(axis=1))
+        distance: Array = np.sqrt(np.maximum(square, 0.0).min(axis=1))
+        return distance

@@ -1,20 +1,32 @@
 """Fake hardware: a board of scripted power, clock and pace, whose time passes by waiting only."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from energylens.graph import Op, make_op
 from energylens.meter.base import (
     AbstractMeter,
     AbstractRecorder,
     Capability,
     DeviceInfo,
+    SensorState,
 )
 from energylens.meter.window import DeviceSeries
+from energylens.results import HostAnchor
+from energylens.spec.model import Spec
 
 Curve = Callable[[float], float]
 TICK_S, INSTANT_S, STATE_S = 0.1, 0.02, 0.2
+
+
+class FakeClock:
+    """Time of all boards that share it."""
+
+    def __init__(self) -> None:
+        self.time_s = 1000.0
 
 
 class FakeBoard(AbstractRecorder):
@@ -25,6 +37,7 @@ class FakeBoard(AbstractRecorder):
         pace: slow-down factor of the work at a time.
         reasons: mask of clock event reasons at a time.
         has_counter, has_instant: which energy sensors exist.
+        counter_gain: what the counter shows of each joule.
     """
 
     def __init__(
@@ -39,6 +52,8 @@ class FakeBoard(AbstractRecorder):
         power_limit_w: float | None = 700.0,
         has_counter: bool = True,
         has_instant: bool = True,
+        counter_gain: float = 1.0,
+        clock: FakeClock | None = None,
     ) -> None:
         super().__init__()
         self.uuid = uuid
@@ -49,8 +64,10 @@ class FakeBoard(AbstractRecorder):
         self.reasons = reasons
         self.power_limit_w = power_limit_w
         self.has_counter, self.has_instant = has_counter, has_instant
-        self.time_s = 1000.0
+        self.counter_gain = counter_gain
+        self.clock = clock or FakeClock()
         self.busy_until_s = self.time_s
+        self.lost_s: float | None = None
         self.busy: list[tuple[float, float, float]] = []  # from, to, watts
         self.pauses: list[float] = []
         self._sampled_s = self.time_s
@@ -70,11 +87,15 @@ class FakeBoard(AbstractRecorder):
     ) -> None:
         pass
 
+    @property
+    def time_s(self) -> float:
+        return self.clock.time_s
+
     def now(self) -> float:
         return self.time_s
 
     def advance(self, to_s: float) -> None:
-        self.time_s = max(self.time_s, to_s)
+        self.clock.time_s = max(self.time_s, to_s)
 
     def sleep(self, seconds: float) -> None:
         self.pauses.append(seconds)
@@ -101,7 +122,7 @@ class FakeBoard(AbstractRecorder):
             self._sampled_s = round(self._sampled_s + INSTANT_S, 6)
             t = self._sampled_s
             watts = self._power(t - INSTANT_S / 2)
-            self._joules += watts * INSTANT_S
+            self._joules += watts * INSTANT_S * self.counter_gain
             self._instant.append((t, watts))
             if _on_grid(t, TICK_S):
                 self._energy.append((t, self._joules))
@@ -127,6 +148,7 @@ class FakeBoard(AbstractRecorder):
             reasons=tuple((t, mask) for t, _, mask in state),
             power_limit_w=self.power_limit_w,
             sm_clock_max_hz=1.98e9,
+            lost_s=self.lost_s if self.lost_s is not None and self.lost_s <= self.time_s else None,
         )
 
 
@@ -135,38 +157,71 @@ def _on_grid(t: float, period: float) -> bool:
 
 
 class FakeWork:
-    """``executions`` per replay, ``seconds`` each, at ``watts`` (by default the board's own)."""
+    """``executions`` per replay, ``seconds`` each, at ``watts`` (by default each board's own)."""
 
     def __init__(
         self,
-        board: FakeBoard,
+        *boards: FakeBoard,
         seconds: float,
-        *,
         executions: int = 10,
         watts: float | None = None,
     ) -> None:
-        self.board, self.seconds, self.executions, self.watts = board, seconds, executions, watts
+        self.boards, self.seconds, self.executions, self.watts = boards, seconds, executions, watts
         self.footprint_bytes = 1e6
         self.closed = False
-        self.queued = 0
 
     def enqueue(self, replays: int) -> object:
-        self.queued += replays
-        return self.board.queue(replays * self.executions * self.seconds, self.watts)
+        seconds = replays * self.executions * self.seconds
+        return max(board.queue(seconds, self.watts) for board in self.boards)
 
     def wait(self, token: object) -> None:
         assert isinstance(token, float)
-        self.board.advance(token)
+        self.boards[0].advance(token)
 
     def close(self) -> None:
         self.closed = True
 
 
+class FakeNode(AbstractRecorder):
+    """Recorder of several boards that share a clock."""
+
+    def __init__(self, boards: Sequence[FakeBoard]) -> None:
+        super().__init__()
+        self.boards = {b.uuid: b for b in boards}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        pass
+
+    def now(self) -> float:
+        return next(iter(self.boards.values())).now()
+
+    def series(
+        self, uuid: str, start_s: float = -math.inf, end_s: float = math.inf
+    ) -> DeviceSeries:
+        return self.boards[uuid].series(uuid, start_s, end_s)
+
+
 class FakeMeter(AbstractMeter):
     """A machine with these boards."""
 
-    def __init__(self, *boards: FakeBoard, name: str = "NVIDIA H200") -> None:
-        self.boards, self.name = boards, name
+    def __init__(
+        self,
+        *boards: FakeBoard,
+        name: str = "NVIDIA H200",
+        state: SensorState = "supported",
+        mig: bool = False,
+        other_pids: tuple[int, ...] = (),
+    ) -> None:
+        self.boards, self.name, self.state = boards, name, state
+        self.mig, self.other_pids = mig, other_pids
 
     def devices(self) -> tuple[DeviceInfo, ...]:
         return tuple(
@@ -175,16 +230,99 @@ class FakeMeter(AbstractMeter):
                 name=self.name,
                 driver="580.159",
                 power_limit_w=b.power_limit_w,
+                default_power_limit_w=700.0,
                 sm_clock_max_hz=1.98e9,
+                mig=self.mig,
+                other_pids=self.other_pids,
             )
             for b in self.boards
         )
 
     def capabilities(self) -> tuple[Capability, ...]:
+        reason = None if self.state == "supported" else "Not Supported"
         return tuple(
-            Capability(uuid=b.uuid, sensor="energy", state="supported") for b in self.boards
+            Capability(uuid=b.uuid, sensor="energy", state=self.state, reason=reason)
+            for b in self.boards
         )
 
     def recorder(self, uuids: Sequence[str]) -> AbstractRecorder:
-        (board,) = (b for b in self.boards if b.uuid in uuids)
-        return board
+        return FakeNode([b for b in self.boards if b.uuid in uuids])
+
+
+@dataclass(frozen=True)
+class FakeLoad:
+    work: FakeWork
+    flops: float
+    bytes: float
+
+
+@dataclass(frozen=True)
+class FakeMix:
+    label: str
+    ops: tuple[Op, ...]
+    build: Callable[[], FakeWork]
+    mode: str = "cuda_graph"
+
+
+@dataclass(frozen=True)
+class FakeHostPoint:
+    label: str
+    ops: tuple[Op, ...]
+    step_s: float
+    spread: float
+    start_s: float
+    end_s: float
+
+
+class FakeProvider:
+    """Runs every op in 1 ms; ``before`` is called with each op first, and may raise."""
+
+    name = "torch"
+
+    def __init__(self, board: FakeBoard, before: Callable[[Op], None] = lambda op: None) -> None:
+        self.board, self.before = board, before
+        self.ran: list[Op] = []
+        self.works: list[FakeWork] = []
+
+    def _work(self, seconds: float, watts: float | None) -> FakeWork:
+        self.works.append(FakeWork(self.board, seconds=seconds, executions=1, watts=watts))
+        return self.works[-1]
+
+    def uuid(self) -> str:
+        return self.board.uuid
+
+    def work(self, op: Op) -> FakeWork:
+        self.before(op)
+        self.ran.append(op)
+        return self._work(1e-3, None)
+
+    def mix_points(self, specs: Sequence[Spec], tps: Sequence[int]) -> Sequence[FakeMix]:
+        op = make_op("gemm", m=1, n=64, k=64, count=3)
+        return [
+            FakeMix(f"{spec.name} tp{tp}", (op,), lambda: self._work(4e-3, None))
+            for spec in specs
+            for tp in tps
+        ]
+
+    def host_points(self, specs: Sequence[Spec]) -> Iterator[FakeHostPoint]:
+        op = make_op("hf_add", rows=1, width=64, count=100)
+        for spec in specs:
+            start = self.board.now()
+            self.board.advance(self.board.queue(1.0, 140.0))
+            yield FakeHostPoint(f"{spec.name} eager", (op,), 2e-3, 0.05, start, self.board.now())
+
+    def host_anchor(self) -> HostAnchor:
+        return HostAnchor(launch_us=3.0, module_us=40.0, cpu="fake cpu")
+
+    def launching(self, seconds: float) -> None:
+        self.board.advance(self.board.queue(seconds, 130.0))
+
+    def anchor_work(self, name: str) -> FakeLoad:
+        return {
+            "stream": lambda: FakeLoad(self._work(5e-4, 640.0), 0.0, 2e9),
+            "gemm": lambda: FakeLoad(self._work(1e-3, 690.0), 6.5e11, 4e8),
+            "gemv": lambda: FakeLoad(self._work(5e-5, 600.0), 2e8, 2e8),
+        }[name]()
+
+    def versions(self) -> Mapping[str, str]:
+        return {"torch": "2.11"}

@@ -41,11 +41,10 @@ def test_a_healthy_board_needs_nothing(look):
 
 
 def test_b7_every_board_and_sensor_has_a_row_and_what_lacks_a_hint(look):
+    energy_calls = (fake.COUNTER, fake.INSTANT, fake.AVERAGE, fake.PLAIN)
     poor = FakeBoard(
         uuid="GPU-poor",
-        errors=dict.fromkeys(
-            (fake.COUNTER, fake.INSTANT, fake.AVERAGE, fake.PLAIN), fake.NO_PERMISSION
-        ),
+        errors=dict.fromkeys(energy_calls, fake.NO_PERMISSION),
     )
     seen = look(FakeBoard(), poor)
     assert len(seen.capabilities) == 14

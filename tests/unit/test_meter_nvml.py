@@ -116,7 +116,7 @@ def test_b7_boards_with_and_without_a_counter_get_their_own_methods():
     assert rows[poor.uuid, "energy"].reason == "Not Supported"
 
 
-def test_b9_a_board_with_plain_power_alone_still_gives_energy(caplog):
+def test_b9_a_board_with_plain_power_alone_still_gives_energy():
     board = FakeBoard(
         power=Steps(200),
         errors=dict.fromkeys(

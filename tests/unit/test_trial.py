@@ -11,7 +11,7 @@ LIMITS = TrialLimits(power_limit_w=700.0)
 def run(
     board: FakeBoard, seconds: float = 2e-4, limits: TrialLimits = LIMITS, executions: int = 10
 ):
-    work = FakeWork(board, seconds, executions=executions)
+    work = FakeWork(board, seconds=seconds, executions=executions)
     return measure(work, board, board.uuid, limits=limits, sleep=board.sleep)
 
 

@@ -1,0 +1,398 @@
+"""Collectives, measured by a team of workers: one process per GPU, worker 0 writes the samples.
+
+Every worker takes the anchor of its own board; then all of them go through the same points in the
+same order, and worker 0 tells the others when to stop. Power is the mean over the boards of worker
+0's node, whose sensors it can read.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from energylens.bench import collectives, layer
+from energylens.bench.anchor import Session, measure_anchor, window_trial
+from energylens.bench.board import (
+    DATA,
+    HostPoint,
+    MixPoint,
+    Provider,
+    board_facts,
+    host_facts,
+    host_trial,
+    now,
+    versions,
+)
+from energylens.bench.kernels import TorchProvider
+from energylens.bench.trial import TrialLimits, Work
+from energylens.errors import UnsupportedError
+from energylens.graph import Op
+from energylens.meter.base import AbstractMeter, AbstractRecorder, DeviceInfo
+from energylens.meter.window import Reading
+from energylens.results import Anchors, BoardAnchor
+from energylens.spec.load import load_device, load_spec
+from energylens.spec.model import Spec
+from energylens.store import (
+    Provenance,
+    Sample,
+    Store,
+    Trial,
+    board_hash,
+    new_run_id,
+    sample_key,
+)
+
+SPIN_S, SPIN_EDGE_S = 3.0, 0.4
+
+
+class Team(Protocol):
+    """All workers of a run, seen from one of them."""
+
+    worker: int
+    workers: int
+
+    def tell(self, order: Any) -> Any:
+        """Worker 0's ``order``, on every worker."""
+        ...
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every worker's value, on every worker."""
+        ...
+
+
+class Rig(Protocol):
+    """What a team runs, seen from one worker; each call happens on all workers together."""
+
+    @property
+    def provider(self) -> Provider:
+        """The worker's own board."""
+        ...
+
+    def ops(self) -> Sequence[Op]:
+        """The collectives to measure."""
+        ...
+
+    def work(self, op: Op) -> Work:
+        """A runnable for one collective."""
+        ...
+
+    def measure(
+        self,
+        work: Work,
+        recorder: AbstractRecorder | None,
+        uuids: Sequence[str],
+        limits: TrialLimits,
+    ) -> tuple[Trial, list[Reading]] | None:
+        """Worker 0's trial, and the readings of ``uuids`` over its window; None on the others."""
+        ...
+
+    def spin(self, seconds: float) -> float | None:
+        """Spin in a collective for ``seconds``; when that began, None on the late worker."""
+        ...
+
+    def host_points(self, spec: Spec) -> Iterable[HostPoint]:
+        """Host times of a model's eager steps over all workers."""
+        ...
+
+    def mix_points(self, spec: Spec) -> Sequence[MixPoint]:
+        """Layers of a model on all workers, collectives in place."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """One worker as the others know it."""
+
+    node: str
+    uuid: str
+    facts: Mapping[str, Any]
+    anchor: BoardAnchor
+
+
+class _Scribe:
+    """Worker 0's store and the sensors of its node."""
+
+    def __init__(
+        self,
+        store: Store,
+        recorder: AbstractRecorder,
+        uuids: Sequence[str],
+        run: Provenance,
+    ) -> None:
+        self.store, self.recorder, self.uuids, self._run = store, recorder, uuids, run
+        self.boards = ";".join(board_hash(u) for u in uuids)
+        store.begin(run)
+
+    def write(
+        self,
+        block: str,
+        label: str,
+        ops: tuple[Op, ...],
+        trial: Trial | None,
+        *,
+        mode: str = "",
+        boards: str = "",
+        reason: str = "",
+    ) -> None:
+        self.store.append(
+            Sample(
+                block=block,
+                label=label,
+                ops=ops,
+                mode=mode,
+                trial=trial,
+                board_uuid=boards or self.boards,
+                run_id=self._run.run_id,
+                time=now().isoformat(timespec="seconds"),
+                reason=reason,
+            )
+        )
+
+
+def measure_collectives(
+    team: Team,
+    rig: Rig,
+    meter: AbstractMeter,
+    *,
+    node: str,
+    out: Path,
+    seed: int,
+    specs: Sequence[str],
+    minutes: float,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Measure the collectives, a worker that spins in one, and the host times of sharded models.
+
+    Called by every worker with the same arguments, but for its own ``rig`` and ``node``.
+
+    Args:
+        team: all workers.
+        rig: what they run.
+        meter: sensors of this worker's node.
+        node: name of this worker's node, to tell which sensors worker 0 can read.
+        out: folder of the samples; worker 0 writes.
+        seed: order of the points.
+        specs: models whose host times are measured.
+        minutes: no point starts later.
+        clock: monotonic seconds.
+        sleep: how to pause, in seconds.
+    """
+    from energylens.meter.nvml import match_cuda
+
+    end = clock() + 60 * minutes
+    info = match_cuda(meter.devices(), [rig.provider.uuid()])[0]
+    limits = TrialLimits(power_limit_w=info.power_limit_w)
+    started = now()
+    members: list[_Member] = team.gather(_member(rig.provider, meter, info, node, started, sleep))
+    with ExitStack() as stack:
+        scribe: _Scribe | None = None
+        if team.worker == 0:
+            uuids = [m.uuid for m in members if m.node == node]
+            store = stack.enter_context(Store(out))
+            recorder = stack.enter_context(meter.recorder(uuids))
+            run = _provenance(rig.provider, info, members, started, seed)
+            scribe = _Scribe(store, recorder, uuids, run)
+        done: frozenset[str] = team.tell(scribe.store.done if scribe else None)
+        boards: str = team.tell(scribe.boards if scribe else None)
+        for op in _shuffled(rig.ops(), seed):
+            if sample_key("op", (op,), boards) in done:
+                continue
+            if team.tell(clock() > end):
+                break
+            _one(rig, scribe, limits, "op", op.name, (op,), partial(rig.work, op))
+        _spin(team, rig, scribe)
+        models = [load_spec(name) for name in specs]
+        for model in models:
+            _host(rig, model, scribe)
+        for mix in (m for model in models for m in rig.mix_points(model)):
+            mode = str(mix.mode)
+            if sample_key("mix", mix.ops, boards, label=mix.label, mode=mode) in done:
+                continue
+            if team.tell(clock() > end):
+                break
+            _one(rig, scribe, limits, "mix", mix.label, mix.ops, mix.build, mode)
+
+
+def _member(
+    provider: Provider,
+    meter: AbstractMeter,
+    info: DeviceInfo,
+    node: str,
+    started: datetime.datetime,
+    sleep: Callable[[float], None],
+) -> _Member:
+    """This worker, with its board's anchor."""
+    with meter.recorder([info.uuid]) as recorder:
+        session = Session(
+            recorder=recorder,
+            uuid=info.uuid,
+            device=load_device(info.name).name,
+            power_limit_w=info.power_limit_w,
+            sleep=sleep,
+        )
+        anchor = measure_anchor(provider, session, time=started.isoformat(timespec="seconds"))
+    return _Member(node, info.uuid, board_facts(info), anchor)
+
+
+def _provenance(
+    provider: Provider,
+    info: DeviceInfo,
+    members: Sequence[_Member],
+    started: datetime.datetime,
+    seed: int,
+) -> Provenance:
+    boards = {m.anchor.board_uuid: m.facts for m in members}
+    return Provenance(
+        run_id=new_run_id(started.isoformat(), boards, seed),
+        time=started.isoformat(timespec="seconds"),
+        device=members[0].anchor.device,
+        provider=provider.name,
+        power_limit_w=info.power_limit_w,
+        boards=boards,
+        versions=versions(provider, info) | {"nccl_algo": os.environ.get("NCCL_ALGO", "auto")},
+        host=host_facts() | {"nodes": len({m.node for m in members})},
+        seed=seed,
+        data=DATA,
+        anchors=Anchors(boards=tuple(m.anchor for m in members), host=provider.host_anchor()),
+    )
+
+
+def _shuffled(ops: Iterable[Op], seed: int) -> list[Op]:
+    ordered = sorted(ops, key=lambda op: op.key)
+    random.Random(seed).shuffle(ordered)
+    return ordered
+
+
+def _one(
+    rig: Rig,
+    scribe: _Scribe | None,
+    limits: TrialLimits,
+    block: str,
+    label: str,
+    ops: tuple[Op, ...],
+    build: Callable[[], Work],
+    mode: str = "",
+) -> None:
+    """Measure one point on all workers; worker 0 writes it."""
+    work = build()
+    try:
+        result = rig.measure(
+            work,
+            scribe.recorder if scribe else None,
+            scribe.uuids if scribe else (),
+            limits,
+        )
+    finally:
+        work.close()
+    if scribe and result:
+        scribe.write(block, label, ops, over_boards(*result), mode=mode)
+
+
+def over_boards(trial: Trial, readings: Sequence[Reading]) -> Trial:
+    """A trial with the mean power per board over several boards, valid where all are."""
+    watts = [r.mean_power_w for r in readings]
+    known = [w for w in watts if w is not None]
+    errors = [r.energy_rel_error or 0.0 for r in readings]
+    whole = len(known) == len(watts)
+    bad = next((r for r in readings if not r.valid), None)
+    return replace(
+        trial,
+        power_w=sum(known) / len(known) if whole else None,
+        power_rel_se=math.hypot(*errors) / len(errors) / math.sqrt(3) if whole else None,
+        flags=tuple(dict.fromkeys([*trial.flags, *(f for r in readings for f in r.flags)])),
+        valid=trial.valid and bad is None,
+        reason=trial.reason or (bad.reason or ", ".join(bad.flags) if bad else ""),
+    )
+
+
+def _spin(team: Team, rig: Rig, scribe: _Scribe | None) -> None:
+    """Power of a board whose worker waits for the others inside a collective."""
+    starts: list[float | None] = team.gather(rig.spin(SPIN_S))
+    if scribe is None:
+        return
+    for uuid, start in zip(scribe.uuids, starts, strict=False):
+        if start is None:
+            continue
+        trial = window_trial(
+            scribe.recorder, uuid, start + SPIN_EDGE_S, start + SPIN_S - SPIN_EDGE_S
+        )
+        scribe.write("idle", "spin", (), trial, boards=board_hash(uuid))
+
+
+def _host(rig: Rig, spec: Spec, scribe: _Scribe | None) -> None:
+    try:
+        for point in rig.host_points(spec):
+            if scribe:
+                start, end = point.start_s, point.end_s
+                readings = [scribe.recorder.reading(u, start, end) for u in scribe.uuids]
+                trial = host_trial(point, readings)
+                scribe.write("host", point.label, point.ops, trial, mode="eager")
+    except UnsupportedError as error:
+        if scribe:
+            scribe.write("host", spec.name, (), None, mode="eager", reason=str(error))
+
+
+class _TorchRig:
+    """Implements `Rig` with torch.distributed."""
+
+    def __init__(self, team: collectives.Team) -> None:
+        self._team = team
+        self.provider: Provider = TorchProvider(team.local)
+
+    def ops(self) -> Sequence[Op]:
+        return collectives.collective_ops(self._team.workers)
+
+    def work(self, op: Op) -> Work:
+        return collectives.collective_work(op, self._team)
+
+    def measure(
+        self,
+        work: Work,
+        recorder: AbstractRecorder | None,
+        uuids: Sequence[str],
+        limits: TrialLimits,
+    ) -> tuple[Trial, list[Reading]] | None:
+        return collectives.measure_everywhere(self._team, work, recorder, uuids, limits)
+
+    def spin(self, seconds: float) -> float | None:
+        return collectives.spin_work(self._team, seconds)
+
+    def mix_points(self, spec: Spec) -> Sequence[MixPoint]:
+        return collectives.joint_points(spec, self._team)
+
+    def host_points(self, spec: Spec) -> Iterable[HostPoint]:
+        return layer.host_points(spec, device=self._team.local, workers=self._team.workers)
+
+
+def collectives_worker(
+    team: collectives.Team,
+    *,
+    out: Path,
+    seed: int,
+    specs: Sequence[str],
+    minutes: float,
+    node: str,
+) -> None:
+    """`measure_collectives` with torch.distributed and NVML."""
+    from energylens.meter.nvml import NvmlMeter
+
+    measure_collectives(
+        team,
+        _TorchRig(team),
+        NvmlMeter(),
+        node=node,
+        out=out,
+        seed=seed,
+        specs=specs,
+        minutes=minutes,
+    )

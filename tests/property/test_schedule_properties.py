@@ -1,0 +1,80 @@
+"""What must hold for any step."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from energylens.graph import make_op
+from energylens.results import Cost, Source
+from energylens.schedule import Constants, Spreads, Worker, kernel_result, step
+
+SPREADS = Spreads(
+    memory_power=0.05, compute_power=0.03, memory_time=0.01, latency=0.02, energy=0.02
+)
+costs = st.builds(
+    Cost,
+    latency_s=st.floats(1e-6, 1e-2),
+    energy_j=st.floats(0.0, 8.0),
+    compute_share=st.floats(0.0, 1.0),
+    memory_share=st.just(0.0),
+    latency_rel_se=st.floats(0.0, 0.2),
+    energy_rel_se=st.floats(0.0, 0.3),
+    source=st.sampled_from(Source),
+)
+mixes = st.lists(st.tuples(costs, st.integers(1, 64)), min_size=1, max_size=6)
+constants = st.builds(
+    Constants,
+    eta=st.floats(0.5, 2.0),
+    gap_s=st.floats(0.0, 2e-6),
+    wait_w=st.floats(0.0, 40.0),
+    spin_w=st.floats(0.0, 60.0),
+)
+
+
+def build(mix, cap_w=690.0):
+    ops = [make_op("gemm", m=1, n=1, k=1, count=n) for _, n in mix]
+    priced = [c for c, _ in mix]
+    own = Worker(
+        idle_w=120.0,
+        cap_w=cap_w,
+        latency_s=np.array([c.latency_s for c in priced]),
+        energy_j=np.array([c.energy_j for c in priced]),
+    )
+    return ops, priced, own
+
+
+@given(mixes, constants)
+def test_power_lies_between_idle_and_cap(mix, k):
+    ops, priced, own = build(mix)
+    time, energy, clock = kernel_result(ops, priced, own, k)
+    assert energy >= 120.0 * time * (1 - 1e-9)
+    if clock > 0.2501:  # below that the governor cannot go
+        assert energy / time <= 690.0 * (1 + 1e-4)
+
+
+@given(mixes, constants)
+def test_a_cap_never_makes_a_step_faster_and_never_costs_dynamic_energy(mix, k):
+    ops, priced, own = build(mix)
+    capped = kernel_result(ops, priced, own, k)
+    free = kernel_result(ops, priced, build(mix, cap_w=1e12)[2], k)
+    assert capped[0] >= free[0] * (1 - 1e-9)
+    assert capped[1] - 120 * capped[0] <= (free[1] - 120 * free[0]) * (1 + 1e-9)
+
+
+@given(mixes, constants)
+def test_interval_holds_the_prediction_and_parts_add_up(mix, k):
+    ops, priced, own = build(mix)
+    r = step(ops, priced, [own, own], constants=k, spreads=SPREADS)
+    assert r.interval.latency_s[0] <= r.latency_s <= r.interval.latency_s[1]
+    assert r.interval.energy_j[0] <= r.energy_j <= r.interval.energy_j[1]
+    assert np.isclose(sum(p.latency_s for p in r.parts), r.latency_s)
+    assert np.isclose(sum(p.energy_j for p in r.parts), r.energy_j)
+
+
+@given(mixes, constants, st.integers(2, 4))
+def test_two_equal_workers_take_the_time_of_one_and_twice_its_energy(mix, k, n):
+    ops, priced, own = build(mix)
+    one = step(ops, priced, [own], constants=k, spreads=SPREADS)
+    many = step(ops, priced, [own] * n, constants=k, spreads=SPREADS)
+    assert np.isclose(many.latency_s, one.latency_s)
+    assert np.isclose(many.energy_j, n * one.energy_j)

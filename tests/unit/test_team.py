@@ -1,0 +1,168 @@
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fake_board import FakeBoard, FakeClock, FakeHostPoint, FakeMeter, FakeProvider, FakeWork
+
+from energylens.bench.team import measure_collectives, over_boards
+from energylens.bench.trial import measure
+from energylens.errors import UnsupportedError
+from energylens.graph import make_op
+from energylens.store import Store, board_hash
+
+OPS = tuple(make_op("all_reduce", values=2**n, workers=2) for n in range(10, 14))
+
+
+class FakeTeam:
+    """Two workers in lockstep, seen from worker 0; worker 1 says the same of its own board."""
+
+    worker, workers = 0, 2
+
+    def __init__(self, boards):
+        self.boards = boards
+        self.orders: list[Any] = []
+
+    def tell(self, order: Any) -> Any:
+        self.orders.append(order)
+        return order
+
+    def gather(self, value: Any) -> list[Any]:
+        if isinstance(value, float):
+            return [value, None]
+        other = replace(
+            value,
+            uuid=self.boards[1].uuid,
+            anchor=replace(value.anchor, board_uuid=board_hash(self.boards[1].uuid)),
+        )
+        return [value, other]
+
+
+class FakeRig:
+    """Collectives of 1 ms on both boards."""
+
+    def __init__(self, boards):
+        self.boards = boards
+        self.provider = FakeProvider(boards[0])
+        self.ran: list[Any] = []
+
+    def ops(self):
+        return OPS
+
+    def work(self, op):
+        self.ran.append(op)
+        return FakeWork(*self.boards, seconds=1e-3)
+
+    def measure(self, work, recorder, uuids, limits):
+        start = recorder.now()
+        trial = measure(work, recorder, uuids[0], limits=limits)
+        end = recorder.now()
+        return trial, [recorder.reading(u, start + 0.3, end - 0.1) for u in uuids]
+
+    def spin(self, seconds):
+        start = self.boards[0].now()
+        self.boards[0].advance(self.boards[0].queue(seconds, 150.0))
+        return start
+
+    def mix_points(self, spec):
+        return ()
+
+    def host_points(self, spec):
+        start = self.boards[0].now()
+        self.boards[0].advance(self.boards[0].queue(1.0, 155.0))
+        yield FakeHostPoint(spec.name, OPS[:1], 3e-3, 0.1, start, self.boards[0].now())
+
+
+@pytest.fixture
+def lab():
+    clock = FakeClock()
+    return [
+        FakeBoard("GPU-0", clock=clock, busy_w=300.0, idle_w=120.0),
+        FakeBoard("GPU-1", clock=clock, busy_w=340.0, idle_w=120.0),
+    ]
+
+
+def collect(lab, folder, *, rig=None, **changes):
+    rig = rig or FakeRig(lab)
+    arguments = {"node": "n", "seed": 0, "specs": ["llama3_8b"], "minutes": 60.0}
+    arguments |= changes
+    team = FakeTeam(lab)
+    measure_collectives(
+        team,
+        rig,
+        FakeMeter(*lab),
+        out=folder,
+        clock=lab[0].now,
+        sleep=lab[0].sleep,
+        **arguments,
+    )
+    return rig
+
+
+def test_a_collective_is_stored_with_the_mean_power_of_its_boards(lab, tmp_path):
+    collect(lab, tmp_path)
+    store = Store(tmp_path)
+    ops = [s for s in store.samples if s.block == "op"]
+    assert {s.op for s in ops} == set(OPS)
+    boards = f"{board_hash('GPU-0')};{board_hash('GPU-1')}"
+    for sample in ops:
+        assert sample.board_uuid == boards
+        assert sample.usable
+        assert sample.trial.latency_s == pytest.approx(1e-3)
+        assert sample.trial.power_w == pytest.approx(320.0, rel=0.01)
+    (run,) = store.runs.values()
+    assert len(run.anchors.boards) == 2
+    assert set(run.boards) == {board_hash("GPU-0"), board_hash("GPU-1")}
+    assert run.anchors.host.launch_us == 3.0
+
+
+def test_a_worker_that_spins_and_the_host_times_of_sharded_models_are_measured(lab, tmp_path):
+    collect(lab, tmp_path)
+    samples = Store(tmp_path).samples
+    (spin,) = (s for s in samples if s.block == "idle")
+    assert spin.label == "spin"
+    assert spin.board_uuid == board_hash("GPU-0")
+    assert spin.trial.power_w == pytest.approx(150.0, rel=0.01)
+    (host,) = (s for s in samples if s.block == "host")
+    assert host.trial.latency_s == 3e-3
+    assert host.trial.power_w == pytest.approx((155.0 + 120.0) / 2, rel=0.01)
+
+
+def test_a_resumed_team_measures_what_is_left(lab, tmp_path):
+    collect(lab, tmp_path, minutes=0.3)
+    done = sum(s.block == "op" for s in Store(tmp_path).samples)
+    assert 0 < done < len(OPS)
+    rig = collect(lab, tmp_path)
+    assert len(rig.ran) == len(OPS) - done
+    ops = [s.key for s in Store(tmp_path).samples if s.block == "op"]
+    assert len(set(ops)) == len(ops) == len(OPS)
+
+
+def test_a_model_that_cannot_be_sharded_is_skipped_with_its_reason(lab, tmp_path):
+    class Rig(FakeRig):
+        def host_points(self, spec):
+            raise UnsupportedError("2 does not divide its heads")
+
+    collect(lab, tmp_path, rig=Rig(lab))
+    (host,) = (s for s in Store(tmp_path).samples if s.block == "host")
+    assert host.trial is None
+    assert host.reason == "2 does not divide its heads"
+
+
+def test_one_board_without_power_leaves_the_mean_open(lab, tmp_path):
+    lab[1].has_counter = lab[1].has_instant = False
+    collect(lab, tmp_path)
+    ops = [s for s in Store(tmp_path).samples if s.block == "op"]
+    assert all(s.trial.power_w is None and not s.usable for s in ops)
+    assert all(s.trial.reason for s in ops)
+
+
+def test_the_mean_over_boards_is_valid_where_all_are(lab):
+    board = lab[0]
+    board.advance(board.queue(3.0))
+    good = board.reading("GPU-0", 1000.5, 1002.5)
+    trial = measure(FakeWork(board, seconds=1e-3), board, "GPU-0", sleep=board.sleep)
+    bad = replace(good, valid=False, flags=("throttled",))
+    both = over_boards(trial, [good, bad])
+    assert not both.valid
+    assert both.reason == "throttled"
+    assert over_boards(trial, [good, good]).valid

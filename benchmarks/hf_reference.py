@@ -125,8 +125,8 @@ def kernel_seconds(events: Any, repeats: int) -> dict[str, float]:
     return dict(totals)
 
 
-def measure(spec_name: str, out: Path) -> None:
-    """Run the model and write what it took."""
+def measure(spec_name: str, out: Path, recording: Path | None = None) -> None:
+    """Run the model and write what it took; ``recording`` gets the sensors of the anchor."""
     import torch
 
     from energylens.anchors import anchors_to_json
@@ -146,6 +146,10 @@ def measure(spec_name: str, out: Path) -> None:
         anchors = Anchors(
             boards=(measure_anchor(provider, session, time=stamp),), host=provider.host_anchor()
         )
+        if recording:
+            from energylens.meter.replay import save_recording
+
+            save_recording(recording, [recorder.series(info.uuid)])
         model, spec = build(spec_name)
         for phase, batch, length in PHASES:
             step = stepper(model, phase, batch, length)
@@ -308,10 +312,11 @@ def main() -> None:
     run = verbs.add_parser("measure")
     run.add_argument("--spec", default="llama3_8b")
     run.add_argument("--out", type=Path, required=True)
+    run.add_argument("--recording", type=Path, help="CSV for the sensor samples of the anchor")
     verbs.add_parser("compare").add_argument("file", type=Path)
     options = parser.parse_args()
     if options.verb == "measure":
-        measure(options.spec, options.out)
+        measure(options.spec, options.out, options.recording)
     else:
         compare(options.file)
 

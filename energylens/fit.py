@@ -193,7 +193,7 @@ def _gather(stores: Sequence[Store], device: Device) -> tuple[_Data, Mapping[str
         hosts=blocks["host"],
         idles=blocks["idle"],
     )
-    return data, skipped
+    return data, dict(skipped)
 
 
 def _circumstances(

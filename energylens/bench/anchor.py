@@ -20,6 +20,7 @@ from energylens.store import Trial, board_hash
 from energylens.units import HZ_PER_MHZ
 
 IDLE_S, IDLE_SETTLE_S = 3.0, 1.0
+AWAKE_S = 0.5
 LAUNCHING_S, LAUNCHING_SETTLE_S = 2.0, 0.5
 _SETTLE_S, _WINDOW_S = 1.5, 2.5
 

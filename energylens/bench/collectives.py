@@ -18,6 +18,7 @@ import math
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -38,6 +39,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 ALL_REDUCE_BYTES = tuple(8192 * 2**i for i in range(0, 16))  # 8 KB … 256 MB
 OTHER_BYTES = tuple(8192 * 8**i for i in range(0, 6))  # 8 KB … 256 MB
 GRAPH_COLLECTIVES = 32
+FILLER = (8192, 4096)  # inner and outer size of the GEMM between collectives: 67 MB of weights
 JOINT_STEPS = (
     Step.prefill(1, 512, Mode.EAGER),
     Step.prefill(4, 2048, Mode.EAGER),
@@ -159,7 +161,12 @@ class _Driven:
 
 
 def collective_work(op: Op, team: Team) -> GraphWork:
-    """A captured graph of `GRAPH_COLLECTIVES` collectives of the op's size."""
+    """A captured graph of `GRAPH_COLLECTIVES` collectives of the op's size, a GEMM before each.
+
+    As in a model: back to back, a small collective waits for the handshake of the one before it, and
+    took 17 us where the same one between the GEMMs of a layer took about 10. What the GEMM takes alone
+    (`filler_work`) is to be subtracted.
+    """
     import torch
 
     dist, values, n = team.dist, int(op.sizes["values"]), team.workers
@@ -169,14 +176,36 @@ def collective_work(op: Op, team: Team) -> GraphWork:
     whole = whole[: part.numel() * n] if op.kernel != "all_reduce" else whole
     other = torch.empty_like(whole)
     calls: Mapping[str, Callable[[], object]] = {
-        "all_reduce": lambda: dist.all_reduce(
-            whole, op=dist.ReduceOp.AVG
-        ),  # a sum would overflow over replays
+        # A sum would overflow over the replays; its mean runs the same kernel.
+        "all_reduce": lambda: dist.all_reduce(whole, op=dist.ReduceOp.AVG),
         "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
         "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, op=dist.ReduceOp.AVG),
         "all_to_all": lambda: dist.all_to_all_single(other, whole),
     }
-    return GraphWork([calls[op.kernel]], repeats=GRAPH_COLLECTIVES, device=team.local)
+    return _interleaved(team, calls[op.kernel])
+
+
+def filler_work(team: Team) -> GraphWork:
+    """The GEMMs of `collective_work` alone."""
+    return _interleaved(team, lambda: None)
+
+
+def _interleaved(team: Team, collective: Callable[[], object]) -> GraphWork:
+    import torch
+
+    k, n = FILLER
+    device = f"cuda:{team.local}"
+    x = torch.empty(1, k, dtype=torch.bfloat16, device=device).normal_()
+    weights = [
+        torch.empty(n, k, dtype=torch.bfloat16, device=device).normal_(0, 0.02) for _ in range(4)
+    ]
+
+    def call(weight: Any) -> None:
+        torch.nn.functional.linear(x, weight)
+        collective()
+
+    calls = [partial(call, w) for w in weights]
+    return GraphWork(calls, repeats=GRAPH_COLLECTIVES // len(calls), device=team.local)
 
 
 def measure_everywhere(

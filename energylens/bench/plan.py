@@ -44,7 +44,8 @@ PREFILLS = (
 )
 """(batch, prompt length) of the prefills that a plan serves."""
 DECODE_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-DECODE_CONTEXTS = (512, 1024, 2048, 4096, 8192)
+DECODE_CONTEXTS = (513, 1025, 2049, 4097, 8193)
+"""One past a round prompt: seven of eight contexts are not multiples of 8, and kernels care."""
 
 MEMORY_BOUND_S, COMPUTE_BOUND_S = 1.4, 2.4
 """Expected seconds of a point; loads near the power limit settle longer."""

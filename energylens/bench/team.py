@@ -82,7 +82,11 @@ class Rig(Protocol):
         ...
 
     def work(self, op: Op) -> Work:
-        """A runnable for one collective."""
+        """A runnable for one collective after each of a row of fillers."""
+        ...
+
+    def filler(self) -> Work:
+        """The fillers of `work` alone."""
         ...
 
     def measure(
@@ -204,12 +208,15 @@ def measure_collectives(
             scribe = _Scribe(store, recorder, uuids, run)
         done: frozenset[str] = team.tell(scribe.store.done if scribe else None)
         boards: str = team.tell(scribe.boards if scribe else None)
+        filler = _run(rig, scribe, limits, rig.filler)
         for op in _shuffled(rig.ops(), seed):
             if sample_key("op", (op,), boards) in done:
                 continue
             if team.tell(clock() > end):
                 break
-            _one(rig, scribe, limits, "op", op.name, (op,), partial(rig.work, op))
+            pair = _run(rig, scribe, limits, partial(rig.work, op))
+            if scribe and pair and filler:
+                scribe.write("op", op.name, (op,), without_filler(pair, filler))
         _spin(team, rig, scribe)
         models = [load_spec(name) for name in specs]
         for model in models:
@@ -220,7 +227,9 @@ def measure_collectives(
                 continue
             if team.tell(clock() > end):
                 break
-            _one(rig, scribe, limits, "mix", mix.label, mix.ops, mix.build, mode)
+            trial = _run(rig, scribe, limits, mix.build)
+            if scribe and trial:
+                scribe.write("mix", mix.label, mix.ops, trial, mode=mode)
 
 
 def _member(
@@ -273,17 +282,10 @@ def _shuffled(ops: Iterable[Op], seed: int) -> list[Op]:
     return ordered
 
 
-def _one(
-    rig: Rig,
-    scribe: _Scribe | None,
-    limits: TrialLimits,
-    block: str,
-    label: str,
-    ops: tuple[Op, ...],
-    build: Callable[[], Work],
-    mode: str = "",
-) -> None:
-    """Measure one point on all workers; worker 0 writes it."""
+def _run(
+    rig: Rig, scribe: _Scribe | None, limits: TrialLimits, build: Callable[[], Work]
+) -> Trial | None:
+    """Measure one work on all workers; the trial over worker 0's boards, there."""
     work = build()
     try:
         result = rig.measure(
@@ -294,8 +296,35 @@ def _one(
         )
     finally:
         work.close()
-    if scribe and result:
-        scribe.write(block, label, ops, over_boards(*result), mode=mode)
+    return over_boards(*result) if result else None
+
+
+def without_filler(pair: Trial, filler: Trial) -> Trial:
+    """The collective's part of a trial of fillers and collectives: what is left of time and energy."""
+    latency = pair.latency_s - filler.latency_s
+    if latency <= 0:
+        return replace(
+            pair,
+            valid=False,
+            reason="the collective took no time beside its filler; measure it again",
+        )
+    errors = (pair.latency_rel_se * pair.latency_s, filler.latency_rel_se * filler.latency_s)
+    power, power_rel_se = None, None
+    if pair.power_w is not None and filler.power_w is not None:
+        joules = (pair.power_w * pair.latency_s, filler.power_w * filler.latency_s)
+        power = (joules[0] - joules[1]) / latency
+        joule_errors = (
+            j * (t.power_rel_se or 0.0) for j, t in zip(joules, (pair, filler), strict=True)
+        )
+        power_rel_se = math.hypot(*joule_errors) / (power * latency) if power > 0 else None
+    return replace(
+        pair,
+        latency_s=latency,
+        latency_rel_se=math.hypot(*errors) / latency,
+        power_w=power if power is not None and power > 0 else None,
+        power_rel_se=power_rel_se,
+        instant_power_w=None,
+    )
 
 
 def over_boards(trial: Trial, readings: Sequence[Reading]) -> Trial:
@@ -354,6 +383,9 @@ class _TorchRig:
 
     def work(self, op: Op) -> Work:
         return collectives.collective_work(op, self._team)
+
+    def filler(self) -> Work:
+        return collectives.filler_work(self._team)
 
     def measure(
         self,

@@ -145,9 +145,13 @@ def _attention_prefill(op: Op, device: Device) -> list[float]:
 
 def _attention_decode(op: Op, device: Device) -> list[float]:
     s = op.sizes
-    return _log2(
-        s["context"], s["batch"] * s["kv_heads"], s["q_heads"] / s["kv_heads"], s["head_dim"]
-    )
+    sizes = (s["context"], s["batch"] * s["kv_heads"], s["q_heads"] / s["kv_heads"], s["head_dim"])
+    return [*_log2(*sizes), _aligned(s["context"])]
+
+
+def _aligned(context: float) -> float:
+    """Whether rows of 16-bit values over the context start on 16-byte boundaries: kernels care."""
+    return float(context % 8 == 0)
 
 
 def _rope(op: Op, device: Device) -> list[float]:
@@ -166,9 +170,8 @@ def _kv_concat(op: Op, device: Device) -> list[float]:
 
 def _repeat_kv(op: Op, device: Device) -> list[float]:
     s = op.sizes
-    return _log2(
-        s["context"], s["batch"] * s["kv_heads"] * s["head_dim"], s["q_heads"] / s["kv_heads"]
-    )
+    width, group = s["batch"] * s["kv_heads"] * s["head_dim"], s["q_heads"] / s["kv_heads"]
+    return [*_log2(s["context"], width, group), _aligned(s["context"])]
 
 
 def _prepare(op: Op, device: Device) -> list[float]:
@@ -183,17 +186,20 @@ def _plain(op: Op, device: Device) -> list[float]:
 _FEATURES: Mapping[str, tuple[tuple[str, ...], Callable[[Op, Device], list[float]]]] = {
     "gemm": (("m", "n", "k", "wave"), _gemm),
     "attention_prefill": (("new", "context", "heads", "group", "head_dim"), _attention_prefill),
-    "attention_decode": (("context", "kv", "group", "head_dim"), _attention_decode),
-    "attention_decode_masked": (("context", "kv", "group", "head_dim"), _attention_decode),
+    "attention_decode": (("context", "kv", "group", "head_dim", "aligned"), _attention_decode),
+    "attention_decode_masked": (
+        ("context", "kv", "group", "head_dim", "aligned"),
+        _attention_decode,
+    ),
     "hf_rope": (("tokens", "width"), _rope),
     "hf_kv_concat": (("context", "width", "growth"), _kv_concat),
-    "hf_repeat_kv": (("context", "width", "group"), _repeat_kv),
+    "hf_repeat_kv": (("context", "width", "group", "aligned"), _repeat_kv),
     "hf_prepare": (("new", "batch", "context"), _prepare),
 }
 
 
 def feature_names(kernel: str) -> tuple[str, ...]:
-    """Names of the features of a kernel, all in log2, in the order of `features`."""
+    """Names of the features of a kernel, in the order of `features`."""
     if kernel in _FEATURES:
         return _FEATURES[kernel][0]
     from energylens.graph import kernel_type

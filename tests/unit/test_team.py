@@ -63,6 +63,9 @@ class FakeRig:
         self.boards[0].advance(self.boards[0].queue(seconds, 150.0))
         return start
 
+    def filler(self):
+        return FakeWork(*self.boards, seconds=0.25e-3)
+
     def mix_points(self, spec):
         return ()
 
@@ -107,7 +110,7 @@ def test_a_collective_is_stored_with_the_mean_power_of_its_boards(lab, tmp_path)
     for sample in ops:
         assert sample.board_uuid == boards
         assert sample.usable
-        assert sample.trial.latency_s == pytest.approx(1e-3)
+        assert sample.trial.latency_s == pytest.approx(0.75e-3)  # 1 ms, less 0.25 ms of filler
         assert sample.trial.power_w == pytest.approx(320.0, rel=0.01)
     (run,) = store.runs.values()
     assert len(run.anchors.boards) == 2

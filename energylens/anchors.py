@@ -135,7 +135,7 @@ def _host(entry: Any, where: str) -> HostAnchor:
     host = _fields(entry, _HOST_FIELDS, where)
     return HostAnchor(
         launch_us=_required(host, "launch_us", where),
-        module_us=_required(host, "module_us", where),
+        module_us=_number(host, "module_us", where),
         cpu=_text(host, "cpu", where) or "",
     )
 

@@ -316,6 +316,13 @@ def calibrate(
     fit_only: Annotated[
         bool, typer.Option("--fit-only", help="Measure nothing, fit the samples that are there.")
     ] = False,
+    blocks: Annotated[
+        str | None,
+        typer.Option(help="Only these: collectives, ops, mixes, host; joined by commas."),
+    ] = None,
+    nccl_algo: Annotated[
+        str, typer.Option(help="NCCL algorithm of the collectives, e.g. Ring or Tree [NCCL's own].")
+    ] = "",
     seed: Annotated[int, typer.Option(help="Seed of the measuring order.")] = 0,
     as_json: Json = False,
 ) -> None:
@@ -336,6 +343,8 @@ def calibrate(
         resume=resume,
         fit_only=fit_only,
         seed=seed,
+        blocks=_parts(blocks) or None,
+        nccl_algo=nccl_algo,
         fit=_fit,
     )
     _show(found if as_json else facts_text(found))

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from energylens.cost.board import Board, Spread, board, typical_anchor
 from energylens.cost.bundle import Bundle, HostLaw, Laws
-from energylens.cost.features import features, prior
+from energylens.cost.features import features, prior, read_share
 from energylens.cost.model import CostModelSet, KernelModel, Published
 from energylens.cost.regress import GaussianProcess
 from energylens.errors import CalibrationError
@@ -39,6 +39,8 @@ CAPPED_BELOW = 0.97  # of the maximum clock: the op held the power cap
 # What a handful of boards cannot tell about all boards: never claim a smaller spread (natural
 # logs, watts).
 FLOOR = Spread(memory_power=0.06, compute_power=0.03, memory_time=0.01, idle_w=4.0)
+HELD_ABOVE = 0.93  # of the limit: a lower mean is not the cap's doing
+IDLE_SD_W = 2.5  # idle moves by a few watts with the temperature of the board
 MIN_POWER_W = 1.0  # an op that draws less above idle than this drew nothing that the meter can tell
 
 
@@ -106,15 +108,6 @@ def fit_bundle(
     """
     stores = [Store(f) for f in folders]
     data, skipped = _gather(stores, device)
-    host_anchor = next(
-        (
-            r.anchors.host
-            for s in reversed(stores)
-            for r in s.runs.values()
-            if r.anchors and r.anchors.host
-        ),
-        None,
-    )
     laws = Laws(cap_fraction=_cap_fraction(data))
     models: dict[str, KernelModel] = {}
     for _ in range(2):  # the laws shape the regressors' targets, and the regressors the laws
@@ -136,7 +129,7 @@ def fit_bundle(
         spread=_spread(data, laws.eta),
         kernels=models,
         laws=laws,
-        host=_fit_host(data, host_anchor),
+        host=_fit_host(data, _host_anchor(stores)),
         published=published,
         versions=_merged_versions(stores),
     )
@@ -243,15 +236,19 @@ def _why_unused(sample: Sample, anchors: Mapping[str, BoardAnchor]) -> str:
 
 
 def _cap_fraction(data: _Data) -> float:
-    """Mean power over the limit of everything that held the cap."""
-    held = [
-        s.trial.power_w / data.limit_w
-        for s in (*data.mixes, *(s for group in data.ops.values() for s in group))
-        if s.trial and s.trial.power_w and s.trial.clock_hz
-        and s.trial.clock_hz < CAPPED_BELOW * data.device.clock_max_hz
-        and s.trial.power_w > 0.93 * data.limit_w
-    ]  # fmt: skip
-    return float(np.median(held)) if held else Laws().cap_fraction
+    """Mean power over the limit of what held the cap: of the mixes, since steps are mixes, else of the ops."""
+    for samples in (data.mixes, [s for group in data.ops.values() for s in group]):
+        held = [
+            s.trial.power_w / data.limit_w
+            for s in samples
+            if s.trial
+            and s.trial.power_w
+            and _clock_ratio(s, data.device) < 1.0
+            and s.trial.power_w > HELD_ABOVE * data.limit_w
+        ]
+        if len(held) >= FEWEST_POINTS:
+            return float(np.mean(held))
+    return Laws().cap_fraction
 
 
 def _spread(data: _Data, eta: float) -> Spread:
@@ -345,7 +342,7 @@ def _reference(sample: Sample, op: Op, data: _Data, laws: Laws) -> _Reference:
     f = _clock_ratio(sample, data.device)
     latency = trial.latency_s * (share * f + 1.0 - share)
     energy = max(MIN_POWER_W, trial.power_w - own.idle_w) * trial.latency_s / f**laws.eta
-    memory_share = min(1.0 - share, p.memory_s / latency)
+    memory_share = read_share(op, p, latency, share)
     slower = 1.0 + memory_share * (own.memory_time - 1.0)
     scale = share * own.compute_power + (1.0 - share) * own.memory_power
     return _Reference(latency / slower, energy / latency / scale)
@@ -365,7 +362,7 @@ def _fit_kernel(kernel: str, samples: Sequence[Sample], data: _Data, laws: Laws)
     x = features([s.op for s in samples], data.device)
     y_t, y_p = _targets(samples, data, laws)
     noise_t = np.array([s.trial.latency_rel_se for s in samples if s.trial])
-    noise_p = np.array([s.trial.power_rel_se or 0.0 for s in samples if s.trial])
+    noise_p = np.array([_power_noise(s, data, laws) for s in samples])
     model = KernelModel(
         kernel=kernel,
         latency=_fit_gp(x, y_t, noise_t),
@@ -377,6 +374,15 @@ def _fit_kernel(kernel: str, samples: Sequence[Sample], data: _Data, laws: Laws)
     groups = _groups(x)
     rms = {name: _rms(getattr(model, name).leave_out(groups)) for name in ("latency", "power")}
     return replace(model, latency_rel_se=rms["latency"], power_rel_se=rms["power"])
+
+
+def _power_noise(sample: Sample, data: _Data, laws: Laws) -> float:
+    """Relative standard error of the power above idle: that of the gross power, and of idle itself."""
+    trial = sample.trial
+    if trial is None or trial.power_w is None:
+        raise CalibrationError(f"sample {sample.label} holds no power")
+    above = max(MIN_POWER_W, trial.power_w - _board(data, sample.board_uuid, laws).idle_w)
+    return math.hypot((trial.power_rel_se or 0.0) * trial.power_w, IDLE_SD_W) / above
 
 
 def _fit_gp(x: Array, y: Array, noise: Array) -> GaussianProcess:
@@ -554,6 +560,21 @@ def _spin_w(data: _Data) -> float:
         if s.label == "spin" and s.trial and s.trial.power_w and s.board_uuid in data.anchors
     ]
     return max(0.0, float(np.mean(values))) if values else Laws().spin_w
+
+
+def _host_anchor(stores: Sequence[Store]) -> HostAnchor | None:
+    """Median anchor of the hosts that ran the calibration, or None without any."""
+    hosts = [
+        r.anchors.host for s in stores for r in s.runs.values() if r.anchors and r.anchors.host
+    ]
+    if not hosts:
+        return None
+    modules = [h.module_us for h in hosts if h.module_us]
+    return HostAnchor(
+        launch_us=float(np.median([h.launch_us for h in hosts])),
+        module_us=float(np.median(modules)) if modules else None,
+        cpu=" / ".join(dict.fromkeys(h.cpu for h in hosts)),
+    )
 
 
 def _fit_host(data: _Data, anchor: HostAnchor | None) -> HostLaw | None:

@@ -179,6 +179,7 @@ def measure_anchor(loads: AnchorLoads, session: Session, *, time: str) -> BoardA
     Raises:
         MeterError: the board's power cannot be measured.
     """
+    loads.launching(AWAKE_S)  # a board without a context sleeps at two thirds of its idle power
     session.sleep(IDLE_SETTLE_S + IDLE_S)
     idle_end = session.recorder.now()
     stream = _run(loads, "stream", session, verify_counter=True)

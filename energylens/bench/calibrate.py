@@ -77,6 +77,7 @@ def run(
     fit_only: bool = False,
     seed: int = 0,
     blocks: Sequence[str] | None = None,
+    nccl_algo: str = "",
     fit: Fitter | None = None,
     console: Console | None = None,
     machine: Machine | None = None,
@@ -97,6 +98,7 @@ def run(
         fit_only: measure nothing.
         seed: order of the points.
         blocks: some of `BLOCKS`; all by default.
+        nccl_algo: algorithm of the collectives (``Ring``, ``Tree``); NCCL's own choice by default.
         fit: fits a bundle from samples; None fits nothing.
         console: where progress goes; stderr by default.
         machine: what the boards and clocks are; the real ones by default.
@@ -123,6 +125,7 @@ def run(
         resume=resume,
         seed=seed,
         blocks=tuple(blocks if blocks is not None else BLOCKS),
+        nccl_algo=nccl_algo,
     )
     document: dict[str, Any] = {"schema": REPORT_SCHEMA, "provider": provider}
     if fit_only:
@@ -176,6 +179,7 @@ class _Request:
     resume: bool
     seed: int
     blocks: tuple[str, ...]
+    nccl_algo: str
 
     def __post_init__(self) -> None:
         """Check what the type system cannot."""
@@ -289,6 +293,8 @@ def _worker_arguments(request: _Request, folder: Path) -> list[str]:
     arguments = ["--out", str(folder), "--seed", str(request.seed)]
     for spec in request.layers_of:
         arguments += ["--spec", spec.path or spec.name]
+    if request.nccl_algo:
+        arguments += ["--nccl-algo", request.nccl_algo]
     if request.minutes is not None:
         arguments += ["--minutes", str(request.minutes)]
     return arguments

@@ -299,7 +299,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--minutes", type=float, default=4.0, help="stop starting points after this long"
     )
+    parser.add_argument("--nccl-algo", default="", help="NCCL_ALGO of the run, e.g. Ring or Tree")
     options = parser.parse_args(argv)
+    if options.nccl_algo:
+        os.environ["NCCL_ALGO"] = options.nccl_algo  # read when the communicator is made
     team = Team()
     try:
         collectives_worker(

@@ -172,19 +172,20 @@ class TorchProvider:
             yield from layer.host_points(spec, device=self.device)
 
     def host_anchor(self) -> HostAnchor:
-        """Microseconds per call of an empty kernel, and of a small eager module (RMSNorm), launched back to back."""
+        """Microseconds per call of an empty kernel launched back to back, and of a small eager module.
+
+        The module is a two-layer decoder, far too small to keep the device busy: what it takes is the
+        Python, dispatch and launch time of the very calls that an eager engine makes.
+        """
         import torch
-        from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+        from energylens.bench import layer
 
         with torch.cuda.device(self.device), torch.inference_mode():
             x = torch.ones(1, device=f"cuda:{self.device}")
-            norm = LlamaRMSNorm(64).to(device=x.device, dtype=torch.bfloat16)
-            h = torch.ones(1, 64, device=x.device, dtype=torch.bfloat16)
-            return HostAnchor(
-                launch_us=1e6 * _host_seconds(lambda: x.add_(0)),
-                module_us=1e6 * _host_seconds(lambda: norm(h)),
-                cpu=_cpu(),
-            )
+            launch_s = _host_seconds(lambda: x.add_(0))
+        module_s = layer.module_seconds(self.device)
+        return HostAnchor(launch_us=1e6 * launch_s, module_us=1e6 * module_s, cpu=_cpu())
 
     def launching(self, seconds: float) -> None:
         """Launch empty kernels one by one: the device waits for its host nearly all the time."""

@@ -20,7 +20,7 @@ from energylens.errors import UnsupportedError
 from energylens.graph import Op, make_op
 from energylens.lower import lower_step, valid_tp
 from energylens.results import Infeasible
-from energylens.spec.load import load_engine
+from energylens.spec.load import load_engine, load_spec
 from energylens.spec.model import Spec
 from energylens.spec.system import Engine, Mode, Parallelism, Phase, Step
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 COLD_BYTES = 256e6  # weights of the replayed layers together: more than any L2 keeps
 HOST_LAYERS = (2, 8)
 HOST_TOKENS = 64
+ANCHOR_SPEC, ANCHOR_LAYERS, ANCHOR_REPEATS = "llama3_2_1b", 2, 1000
 HOST_REPEATS = {2: 300, 8: 150}  # about a second each: long enough for the meter
 DUTY_CYCLES = ((1, 0), (4, 4), (2, 8), (1, 16))
 LAYER_STEPS = (
@@ -334,6 +335,15 @@ def host_points(spec: Spec, device: int = 0, workers: int = 1) -> Iterator[HostP
                 end_s=time.monotonic(),
             )
         del model
+
+
+def module_seconds(device: int = 0) -> float:
+    """Median host seconds of an eager prefill of a tiny two-layer model; see `tiny_model`."""
+    import torch
+
+    model = tiny_model(load_spec(ANCHOR_SPEC), ANCHOR_LAYERS, f"cuda:{device}")
+    ids = torch.randint(1024, (1, HOST_TOKENS), device=f"cuda:{device}")
+    return statistics.median(_time_forward(model, ids, Phase.PREFILL, ANCHOR_REPEATS))
 
 
 def _time_forward(model: Any, ids: Any, phase: Phase, repeats: int) -> list[float]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from energylens.cost.features import features, prior
+from energylens.cost.features import features, prior, read_share
 from energylens.cost.regress import GaussianProcess
 from energylens.cost.roofline import roofline
 from energylens.graph import Op
@@ -77,7 +77,7 @@ class KernelModel:
                     latency_s=latency,
                     energy_j=power * latency,
                     compute_share=share,
-                    memory_share=min(1.0 - share, p.memory_s / latency),
+                    memory_share=read_share(op, p, latency, share),
                     latency_rel_se=_rel_se(sd_t[i], self.latency_rel_se, source),
                     energy_rel_se=math.hypot(
                         _rel_se(sd_p[i], self.power_rel_se, source),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from energylens.cost.features import COLLECTIVE_S, prior
+from energylens.cost.features import COLLECTIVE_S, prior, read_share
 from energylens.graph import Op
 from energylens.results import Cost, Source
 from energylens.spec.system import Device, Link
@@ -28,7 +28,7 @@ def roofline(op: Op, device: Device, link: Link | None = None) -> Cost:
         latency_s=p.latency_s,
         energy_j=p.energy_j,
         compute_share=p.compute_share,
-        memory_share=min(1.0 - p.compute_share, p.memory_s / p.latency_s),
+        memory_share=read_share(op, p, p.latency_s, p.compute_share),
         latency_rel_se=LATENCY_REL_SE,
         energy_rel_se=ENERGY_REL_SE,
         source=Source.ROOFLINE,

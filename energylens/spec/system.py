@@ -157,8 +157,9 @@ class Step:
     @classmethod
     def prefill(cls, batch: int, prompt_len: int, mode: Mode) -> Step:
         """One forward of the whole batch over its prompts."""
-        return cls(sequences=(Sequences(count=batch, new=prompt_len, context=prompt_len),),
-        mode=mode)
+        return cls(
+            sequences=(Sequences(count=batch, new=prompt_len, context=prompt_len),), mode=mode
+        )
 
     @classmethod
     def decode(cls, batch: int, context_len: float, mode: Mode) -> Step:

@@ -131,7 +131,7 @@ def test_a_worker_that_spins_and_the_host_times_of_sharded_models_are_measured(l
 
 
 def test_a_resumed_team_measures_what_is_left(lab, tmp_path):
-    collect(lab, tmp_path, minutes=0.3)
+    collect(lab, tmp_path, minutes=0.35)
     done = sum(s.block == "op" for s in Store(tmp_path).samples)
     assert 0 < done < len(OPS)
     rig = collect(lab, tmp_path)

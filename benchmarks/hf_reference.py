@@ -1,15 +1,18 @@
-"""Does the sum over op kinds agree with a real Hugging Face model, and does the host law with this host?
+"""A real Hugging Face model against the sum over op kinds and against the host law of this host.
 
 Two steps, since measuring needs a GPU and comparing does not:
 
-    python benchmarks/hf_reference.py measure --spec llama3_8b --out benchmarks/results/hf_llama3_8b.json
-    python benchmarks/hf_reference.py compare benchmarks/results/hf_llama3_8b.json
+    results=benchmarks/results/hf_llama3_8b.json
+    python benchmarks/hf_reference.py measure --spec llama3_8b --out $results
+    python benchmarks/hf_reference.py compare $results
 
-`measure` builds the model with random weights (no checkpoint), runs eager prefills and decode steps, and takes
+`measure` builds the model with random weights (no checkpoint), runs eager prefills and decode
+steps, and takes
 
-* kernel times of one profiled pass per phase, by op kind. A profile of a few steps is not power-capped, so it is
-  compared with the prediction without the cap law;
-* time and energy of unprofiled steps: the host law where the device waits for the host, everything else elsewhere;
+* kernel times of one profiled pass per phase, by op kind. A profile of a few steps is not
+  power-capped, so it is compared with the prediction without the cap law;
+* time and energy of unprofiled steps: the host law where the device waits for the host, everything
+  else elsewhere;
 * the board's and the host's anchor, so that the comparison is for this board and this host.
 """
 
@@ -108,7 +111,7 @@ def marked(model: Any) -> Iterator[None]:
 
 
 def kernel_seconds(events: Any, repeats: int) -> dict[str, float]:
-    """Device seconds per op kind and pass: each kernel counts to the nearest mark above its launch."""
+    """Device seconds per op kind and pass; a kernel counts to the nearest mark above its launch."""
     totals: dict[str, float] = defaultdict(float)
     for event in events:
         if not event.kernels:
@@ -301,8 +304,9 @@ def compare(path: Path) -> None:
         energy = row["mean_power_w"] * row["latency_s"]
         inside = r.interval.latency_s[0] <= row["latency_s"] <= r.interval.latency_s[1]
         print(
-            f"  {row['phase']:7s} {row['batch']:3d}x{row['prompt_len']:<5d} {row['latency_s'] * 1e3:8.2f} ms "
-            f"{100 * (r.latency_s / row['latency_s'] - 1):+6.1f} %  {energy:8.3f} J {100 * (r.energy_j / energy - 1):+6.1f} %"
+            f"  {row['phase']:7s} {row['batch']:3d}x{row['prompt_len']:<5d} "
+            f"{row['latency_s'] * 1e3:8.2f} ms {100 * (r.latency_s / row['latency_s'] - 1):+6.1f} %"
+            f"  {energy:8.3f} J {100 * (r.energy_j / energy - 1):+6.1f} %"
             f"  {r.regime}{'' if inside else '  (outside the 90 % interval)'}"
         )
 

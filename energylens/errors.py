@@ -1,4 +1,4 @@
-"""The errors that EnergyLens raises on purpose; each carries one line that tells a user what to change."""
+"""The errors that EnergyLens raises on purpose; each carries one line that says what to change."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SpecError(EnergyLensError, ValueError):
 
 
 class UnsupportedError(EnergyLensError):
-    """The input is well formed, but EnergyLens cannot do this (an engine without a profile, say)."""
+    """The input is well formed, but EnergyLens cannot do this (an engine without a profile)."""
 
     exit_code = 2
 
@@ -32,7 +32,7 @@ class OutOfRangeError(EnergyLensError, ValueError):
 
 
 class CalibrationError(EnergyLensError):
-    """Samples or a bundle cannot be used: truncated, tampered with, of another device or power limit."""
+    """Samples or a bundle cannot be used: truncated, altered, of another device or power limit."""
 
     exit_code = 2
 

@@ -43,7 +43,7 @@ class KernelType:
 
 
 def _pairs(s: Shape) -> float:
-    """Causal (query, key) pairs of one head of one sequence: each new token sees what is before it and itself."""
+    """Causal (query, key) pairs per head and sequence: a token sees itself and all before it."""
     new, context = s["new"], s["context"]
     return new * context - new * (new - 1) / 2
 
@@ -75,9 +75,8 @@ _ATTENTION_DIMS = ("batch", "new", "context", "q_heads", "kv_heads", "head_dim")
 
 
 def _attention_flops(s: Shape) -> float:
-    return (
-        4 * s["batch"] * _head(s, "q_heads") * _pairs(s)
-    )  # q·k and p·v, two FLOPs a pair and head dimension
+    # q·k and p·v, two FLOPs a pair and head dimension.
+    return 4 * s["batch"] * _head(s, "q_heads") * _pairs(s)
 
 
 _ATTENTION = KernelType(
@@ -106,7 +105,7 @@ KERNELS: Mapping[str, KernelType] = MappingProxyType(
         # decode step.
         "attention_decode_masked": _ATTENTION,
         # transformers' modules, eager: each is several CUDA kernels with intermediates in device
-        # memory, so the # traffic below is the least that the module could move, not what it does.
+        # memory, so the traffic below is the least that the module could move, not what it does.
         "hf_rmsnorm": KernelType(
             kind=Kind.NORM,
             dims=("rows", "width"),
@@ -149,7 +148,7 @@ KERNELS: Mapping[str, KernelType] = MappingProxyType(
         "embedding": KernelType(
             kind=Kind.COPY, dims=("rows", "width"), flops=_none, read=_rows(1), write=_rows(1)
         ),
-        # The growing cache: K and V of all earlier tokens are copied behind which the new ones go.
+        # The growing cache: K and V of all earlier tokens are copied, and the new ones put behind.
         "hf_kv_concat": KernelType(
             kind=Kind.COPY,
             dims=("batch", "new", "context", "kv_heads", "head_dim"),
@@ -178,7 +177,10 @@ KERNELS: Mapping[str, KernelType] = MappingProxyType(
         "all_to_all": _collective(Kind.COLLECTIVE, 1.0),
     }
 )
-"""Every kernel that can be costed. A new one is one entry here, a runnable in `bench` and a feature row in `cost`."""
+"""Every kernel that can be costed.
+
+A new one is one entry here, a runnable in `bench` and a feature row in `cost`.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,7 +295,13 @@ def make_op(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EinsumCount:
-    """What a contraction stands for: ``flops``, values of weights, other inputs and output, and its GEMM view."""
+    """What a contraction stands for.
+
+    Attributes:
+        flops: FLOPs (a multiply-add is two).
+        weight_values, input_values, output_values: values of weights, other inputs and output.
+        m, n, k: the contraction seen as a GEMM (see `count_einsum`).
+    """
 
     flops: float
     weight_values: float

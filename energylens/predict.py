@@ -55,7 +55,7 @@ _UNKNOWN_SPREAD = Spread(memory_power=0.08, compute_power=0.06, memory_time=0.02
 # does not stand for # every kernel (DESIGN law 8: 2.4 % in power, 1.4 % in time over pairs of
 # hosts).
 _ANCHORED_SPREAD = Spread(memory_power=0.02, compute_power=0.015, memory_time=0.01, idle_w=1.0)
-_UNKNOWN_LAUNCH_S, _UNKNOWN_STEP_S = 10e-6, 1e-3
+_UNKNOWN_LAUNCH_S = 20e-6
 _UNKNOWN_HOST_REL_SE, _OTHER_HOST_REL_SE, _ANCHORED_HOST_REL_SE = 0.6, 0.35, 0.15
 
 
@@ -92,7 +92,11 @@ class Machine:
             costs,
             workers,
             constants=Constants(
-                eta=laws.eta, gap_s=laws.gap_s, wait_w=self._wait_w, spin_w=laws.spin_w
+                eta=laws.eta,
+                gap_s=laws.gap_s,
+                wait_w=self._wait_w,
+                spin_w=laws.spin_w,
+                link_w=laws.link_w,
             ),
             spreads=Spreads(
                 memory_power=spread.memory_power,
@@ -116,12 +120,12 @@ class Machine:
         law = self.host
         if law is None:
             return Host(
-                step_s=_UNKNOWN_STEP_S + launches * _UNKNOWN_LAUNCH_S,
+                step_s=launches * _UNKNOWN_LAUNCH_S,
                 rel_se=_UNKNOWN_HOST_REL_SE,
                 source=Source.ROOFLINE,
             )
         n = law.nearest(len(self.boards))
-        step_s = law.step_s[n] + launches * law.launch_s[n]
+        step_s = launches * law.launch_s[n]
         here = self.host_anchor
         if here is None:
             return Host(

@@ -43,13 +43,16 @@ class Kind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """One op executed once on one worker, alone, at the device's maximum clock (as if there were no power cap).
+    """One op executed once on one worker, alone, as if there were no power cap.
+
+    The device then runs at its maximum clock.
 
     Attributes:
         latency_s: duration.
         energy_j: energy *above idle* (idle power is charged once, on the makespan, in `schedule`).
         compute_share: part of the latency that scales with 1/clock, 0 (memory or link bound) to 1.
-        memory_share: part of the latency that scales with 1/memory bandwidth; the rest is fixed.
+        read_share: part of the latency that scales with a board's 1/(read bandwidth).
+        dram_share: part of the above-idle power that scales with a board's memory power.
         latency_rel_se, energy_rel_se: relative standard errors.
         source: weakest source used; no default, so nobody claims a measurement by omission.
     """
@@ -57,7 +60,8 @@ class Cost:
     latency_s: float
     energy_j: float
     compute_share: float
-    memory_share: float
+    read_share: float
+    dram_share: float
     latency_rel_se: float
     energy_rel_se: float
     source: Source
@@ -74,7 +78,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakdownRow:
-    """Part of a phase: all executions of one op, over all workers in energy, on the critical path in time."""
+    """All executions of one op in a phase: time on the critical path, energy over all workers."""
 
     phase: str
     kind: Kind
@@ -154,7 +158,7 @@ class BoardAnchor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostAnchor:
-    """How fast a host launches work: an empty kernel, and a small eager module, microseconds per call.
+    """How fast a host launches an empty kernel and a small eager module, microseconds per call.
 
     ``module_us`` is None where only the launch was measured (the truth CSV has no column for it).
     """
@@ -182,7 +186,7 @@ class Infeasible:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Everything that `predict` knows about one configuration; fields that were not asked for are None."""
+    """Everything that `predict` knows about one configuration; what was not asked for is None."""
 
     spec: str
     device: str

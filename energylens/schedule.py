@@ -61,6 +61,7 @@ class Constants:
     gap_s: float
     wait_w: float
     spin_w: float
+    link_w: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,12 +119,14 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ops:
-    """Arrays over the ops of a step, [ops]."""
+    """Arrays over the ops of a step, [ops]; ``linked`` where any of them is a collective."""
 
     count: Array
     launches: Array
     compute_share: Array
-    memory_share: Array
+    read_share: Array
+    dram_share: Array
+    linked: bool
 
 
 def kernel_sum(
@@ -146,8 +149,9 @@ def common_clock(ops: _Ops, worker: Worker, constants: Constants) -> float:
 
     def power(f: float) -> float:
         time, energy = kernel_sum(ops, worker, constants, f)
-        return worker.idle_w + energy / time
+        return base_w + energy / time
 
+    base_w = worker.idle_w + _link_w(ops, constants)
     if power(1.0) <= worker.cap_w:
         return 1.0
     low, high = LOWEST_CLOCK, 1.0
@@ -159,12 +163,18 @@ def common_clock(ops: _Ops, worker: Worker, constants: Constants) -> float:
     return low
 
 
+def _link_w(ops: _Ops, constants: Constants) -> float:
+    return constants.link_w if ops.linked else 0.0
+
+
 def _arrays(ops: Sequence[Op], costs: Sequence[Cost]) -> _Ops:
     return _Ops(
         count=np.array([o.count for o in ops], dtype=np.float64),
         launches=np.array([o.count * o.launches for o in ops], dtype=np.float64),
         compute_share=np.array([c.compute_share for c in costs]),
-        memory_share=np.array([c.memory_share for c in costs]),
+        read_share=np.array([c.read_share for c in costs]),
+        dram_share=np.array([c.dram_share for c in costs]),
+        linked=any(o.type.is_collective for o in ops),
     )
 
 
@@ -175,7 +185,7 @@ def kernel_result(
     arrays = _arrays(ops, costs)
     clock = common_clock(arrays, worker, constants)
     time, energy = kernel_sum(arrays, worker, constants, clock)
-    return time, energy + worker.idle_w * time, clock
+    return time, energy + (worker.idle_w + _link_w(arrays, constants)) * time, clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +196,7 @@ class _Composed:
     slowest: int
     clocks: tuple[float, ...]
     wait_j: float
+    link_j: float
 
 
 def _compose(
@@ -207,8 +218,10 @@ def _compose(
     # A worker that is done first spins in the next collective.
     spin_j = sum(max(0.0, device_s - t) * constants.spin_w for t, _ in sums)
     host_j = (latency - device_s) * constants.wait_w * len(workers)
-    energy = sum(e for _, e in sums) + spin_j + host_j + latency * sum(w.idle_w for w in workers)
-    return _Composed(latency, energy, device_s, slowest, clocks, spin_j + host_j)
+    link_j = device_s * _link_w(ops, constants) * len(workers)
+    idle_j = latency * sum(w.idle_w for w in workers)
+    energy = sum(e for _, e in sums) + spin_j + host_j + link_j + idle_j
+    return _Composed(latency, energy, device_s, slowest, clocks, spin_j + host_j, link_j)
 
 
 def step(
@@ -306,6 +319,8 @@ def _parts(
         add(Kind.OVERHEAD, "gaps between kernels", gap_s, 0.0)
     if composed.wait_j or composed.latency_s > composed.device_s:
         add(Kind.WAIT, "wait", composed.latency_s - composed.device_s, composed.wait_j)
+    if composed.link_j:
+        add(Kind.COLLECTIVE, "links awake", 0.0, composed.link_j)
     add(Kind.IDLE, "idle", 0.0, composed.latency_s * sum(w.idle_w for w in workers))
     return tuple(parts)
 
@@ -343,12 +358,12 @@ def _interval(
     t_se = np.array([c.latency_rel_se for c in costs])
     e_se = np.array([c.energy_rel_se for c in costs])
     p_se = np.sqrt(np.maximum(e_se**2 - t_se**2, 0.0))
-    memory, compute = 1.0 - arrays.compute_share, arrays.compute_share
-    slower = 1.0 + arrays.memory_share * spreads.memory_time
+    dram, compute = arrays.dram_share, arrays.compute_share
+    slower = 1.0 + arrays.read_share * spreads.memory_time
     moves = [
         shifted(slower, slower),
         # Boards that draw more for memory draw more for arithmetic too: one component, not two.
-        shifted(1.0, 1.0 + memory * spreads.memory_power + compute * spreads.compute_power),
+        shifted(1.0, 1.0 + dram * spreads.memory_power + compute * spreads.compute_power),
         shifted(1.0, 1.0, 1.0 + spreads.cap),
     ]
     for kind in dict.fromkeys(kinds):

@@ -1,4 +1,4 @@
-"""The only conversion factors of EnergyLens: everything inside is SI, vendors' units end at their door."""
+"""The only conversion factors of EnergyLens: all inside is SI, vendors' units end at their door."""
 
 from __future__ import annotations
 

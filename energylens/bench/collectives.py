@@ -1,4 +1,4 @@
-"""Collectives over several GPUs, and what only shows with several: TP layers, spinning ranks, hooked launches.
+"""Collectives over several GPUs, and what only several show: TP layers, spins, hooked launches.
 
 Started by torchrun's own rendezvous, one process per GPU, on one node or several::
 
@@ -17,6 +17,7 @@ import argparse
 import math
 import os
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -163,9 +164,9 @@ class _Driven:
 def collective_work(op: Op, team: Team) -> GraphWork:
     """A captured graph of `GRAPH_COLLECTIVES` collectives of the op's size, a GEMM before each.
 
-    As in a model: back to back, a small collective waits for the handshake of the one before it, and
-    took 17 us where the same one between the GEMMs of a layer took about 10. What the GEMM takes alone
-    (`filler_work`) is to be subtracted.
+    As in a model: back to back, a small collective waits for the handshake of the one before it,
+    and took 17 us where the same one between the GEMMs of a layer took about 10. What the GEMM
+    takes alone (`filler_work`) is to be subtracted.
     """
     import torch
 
@@ -261,13 +262,11 @@ def joint_points(spec: Spec, team: Team) -> tuple[MixPoint, ...]:
 
 
 def spin_work(team: Team, seconds: float) -> float | None:
-    """Let every worker but the last spin in an all-reduce that the last one joins ``seconds`` later.
+    """Let every worker but the last spin in an all-reduce that it joins ``seconds`` later.
 
     Returns:
         Time at which the spin began, on the local monotonic clock, or None on the late worker.
     """
-    import time
-
     import torch
 
     x = torch.ones(1024, dtype=torch.bfloat16, device=f"cuda:{team.local}")

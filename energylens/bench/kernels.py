@@ -1,4 +1,4 @@
-"""The ``torch`` provider: one runnable per compute kernel, as CUDA graphs of PyTorch and transformers calls.
+"""The ``torch`` provider: a CUDA graph of PyTorch and transformers calls per compute kernel.
 
 Temperature of the data follows the engine, since the same kernel draws up to 40 % less when its
 input sits in the last-level cache: weights and the cache of earlier steps were last touched a
@@ -144,7 +144,7 @@ class TorchProvider:
             )
 
     def mix_work(self, ops: Sequence[Op]) -> GraphWork:
-        """One graph that executes each op ``op.count`` times, one after another: one execution of the mix."""
+        """One graph that executes each op ``op.count`` times in turn: one execution of the mix."""
         calls: list[Call] = []
         footprint = 0.0
         for op in ops:
@@ -159,7 +159,7 @@ class TorchProvider:
         return GraphWork([call], footprint_bytes=footprint, device=self.device)
 
     def mix_points(self, specs: Sequence[Spec], tps: Sequence[int]) -> tuple[MixPoint, ...]:
-        """Duty cycles of a GEMM against a stream, and layer replays of each model at each degree that it allows."""
+        """Duty cycles, and layer replays of each model at each degree that it allows."""
         from energylens.bench import layer
 
         return (*layer.duty_points(self), *layer.layer_points(specs, tps, self.device))
@@ -172,10 +172,10 @@ class TorchProvider:
             yield from layer.host_points(spec, device=self.device)
 
     def host_anchor(self) -> HostAnchor:
-        """Microseconds per call of an empty kernel launched back to back, and of a small eager module.
+        """Microseconds per call of an empty kernel, back to back, and of a small eager module.
 
-        The module is a two-layer decoder, far too small to keep the device busy: what it takes is the
-        Python, dispatch and launch time of the very calls that an eager engine makes.
+        The module is a two-layer decoder, far too small to keep the device busy: what it takes is
+        the Python, dispatch and launch time of the very calls that an eager engine makes.
         """
         import torch
 
@@ -202,15 +202,17 @@ class TorchProvider:
     def anchor_work(self, name: str) -> AnchorWork:
         """The loads of an anchor.
 
-        ``stream`` scales 1 GB in place, ``gemm`` is 8192 cubed, ``gemv`` reads 1 GB of weights at M = 1.
+        ``stream`` scales 1 GB in place, ``gemm`` is 8192 cubed, ``gemv`` reads 1 GB of weights at
+        M = 1.
         """
         import torch
 
         maker = _Maker(torch, f"cuda:{self.device}", torch.bfloat16)
         with torch.cuda.device(self.device), torch.inference_mode():
             if name == "stream":
-                # A copy would be captured as a memcpy node, which runs on a copy engine at two thirds of
-                # the bandwidth; a scaling in place reads and writes through the SMs as kernels do.
+                # A copy would be captured as a memcpy node, which runs on a copy engine at two
+                # thirds of the bandwidth; a scaling in place reads and writes through the SMs as
+                # kernels do.
                 values = 1 << 29
                 x = maker.normal(values)
                 work = GraphWork([lambda: x.mul_(1.0)], device=self.device)
@@ -281,7 +283,7 @@ class _Maker:
         return self.torch.empty(*shape, dtype=self.dtype, device=self.device).normal_(0.0, std)
 
     def heads(self, batch: int, length: int, heads: int, dim: int) -> Any:
-        """A projection's output viewed as heads: [batch, heads, length, dim], strided as an engine leaves it."""
+        """A projection's output viewed as [batch, heads, length, dim], with its strides."""
         return self.normal(batch, length, heads, dim).transpose(1, 2)
 
 
@@ -418,9 +420,8 @@ def _kv_concat(make: _Maker, s: Mapping[str, int]) -> Built:
     def append(past_k: Any, past_v: Any) -> object:
         return cat([past_k, k], dim=-2), cat([past_v, v], dim=-2)
 
-    return [partial(append, *past) for past in pasts], 2.0 * 2 * (
-        copies + 1
-    ) * batch * heads * past_len * dim
+    footprint = 2.0 * 2 * (copies + 1) * batch * heads * past_len * dim
+    return [partial(append, *past) for past in pasts], footprint
 
 
 def _repeat_kv(make: _Maker, s: Mapping[str, int]) -> Built:

@@ -1,4 +1,4 @@
-"""Whole sharded layers of a model: replayed as CUDA graphs (mixes), and launched eagerly (host time).
+"""Whole sharded layers: replayed as CUDA graphs (mixes), and launched eagerly (host time).
 
 A *mix* is a sequence of ops measured together. Compared with the sum of its ops measured alone it
 yields the gap per kernel, the power-cap law's constants and cache effects, without any end-to-end
@@ -44,7 +44,7 @@ LAYER_STEPS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixPoint:
-    """A layer replay to measure: its label, the ops that one execution stands for, and how to build it."""
+    """A mix to measure: its label, the ops that one execution stands for, and how to build it."""
 
     label: str
     ops: tuple[Op, ...]
@@ -101,7 +101,8 @@ def transformers_config(spec: Spec, tp: int = 1, layers: int = 1) -> Any:
     names = {e.name: e for b in spec.blocks for e in b.cascade}
     if not {"q", "k", "v", "o", "gate", "up", "down"} <= set(names):
         raise UnsupportedError(
-            f"{spec.name}: layer replay knows dense decoder layers (q, k, v, o, gate, up, down) only"
+            f"{spec.name}: layer replay knows dense decoder layers (q, k, v, o, gate, up, down) "
+            "only"
         )
     r = spec.ranks
     kv_heads, q_heads = r["g"], r["g"] * r["r"]
@@ -145,6 +146,14 @@ class DecoderLayers:
     """Decoder layers of one worker with random weights and, for decode, a filled cache."""
 
     def __init__(self, spec: Spec, tp: int, step: Step, device: str) -> None:
+        """Build as many layers as keep their weights out of the caches.
+
+        Args:
+            spec: the model.
+            tp: tensor-parallel degree of which the layers are one worker's share.
+            step: what `forward` does; its context is filled but for the new tokens.
+            device: torch device.
+        """
         import torch
         from transformers.cache_utils import DynamicCache
 
@@ -197,7 +206,7 @@ class DecoderLayers:
 
 
 def duty_points(provider: TorchProvider) -> tuple[MixPoint, ...]:
-    """A large GEMM against a stream in several proportions: moves the common clock without touching the clock."""
+    """A large GEMM against a stream in several proportions: the load alone moves the clock."""
     gemm = make_op("gemm", name="gemm", m=4096, n=8192, k=8192)
     stream = make_op("hf_add", name="stream", rows=8192, width=8192)
 
@@ -216,7 +225,9 @@ def duty_points(provider: TorchProvider) -> tuple[MixPoint, ...]:
 def layer_points(
     specs: Sequence[Spec], tps: Sequence[int], device: int = 0
 ) -> tuple[MixPoint, ...]:
-    """Layer replays of the models at the degrees that each allows: prefills below and at the cap, captured decodes.
+    """Layer replays of the models at the degrees that each allows.
+
+    Prefills below and at the power cap, and captured decodes.
 
     Args:
         specs: the models.
@@ -267,7 +278,7 @@ def layer_point(
 
 
 def tiny_model(spec: Spec, layers: int, device: str, workers: int = 1) -> Any:
-    """A whole transformers model of ``layers`` layers with the spec's widths divided by 8 and random weights.
+    """A whole random transformers model of ``layers`` layers, the spec's widths divided by 8.
 
     Small enough that the device is never the bottleneck. With ``workers`` > 1 the model is sharded
     by transformers' own tensor parallelism over the default process group.

@@ -300,7 +300,7 @@ def _run(
 
 
 def without_filler(pair: Trial, filler: Trial) -> Trial:
-    """The collective's part of a trial of fillers and collectives: what is left of time and energy."""
+    """The collective's part of a trial of fillers and collectives: the rest of time and energy."""
     latency = pair.latency_s - filler.latency_s
     if latency <= 0:
         return replace(

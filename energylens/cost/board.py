@@ -36,15 +36,16 @@ class Board:
     compute_power: float = 1.0
     memory_time: float = 1.0
 
+    def ratios(self, compute: float, read: float, dram: float) -> tuple[float, float]:
+        """Time and above-idle power of work with these shares, over a typical board's."""
+        time = 1.0 + read * (self.memory_time - 1.0)
+        power = 1.0 + compute * (self.compute_power - 1.0) + dram * (self.memory_power - 1.0)
+        return time, power
+
     def localise(self, cost: Cost) -> Cost:
         """The cost on this board of an op that costs ``cost`` on a typical one."""
-        slower = 1.0 + cost.memory_share * (self.memory_time - 1.0)
-        power = (
-            cost.compute_share * self.compute_power + (1.0 - cost.compute_share) * self.memory_power
-        )
-        return replace(
-            cost, latency_s=cost.latency_s * slower, energy_j=cost.energy_j * slower * power
-        )
+        time, power = self.ratios(cost.compute_share, cost.read_share, cost.dram_share)
+        return replace(cost, latency_s=cost.latency_s * time, energy_j=cost.energy_j * time * power)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,34 +34,39 @@ class Laws:
         eta: above-idle energy of an execution goes with clock**eta.
         compute_scale: factor on the prior's compute share.
         cap_fraction: mean power that the governor holds, over the power limit.
+        compute_stretch: how much more time and energy compute-bound work takes between the other kernels
+            of a layer than alone, times its compute share.
         gap_s: time between kernels of a captured graph beyond what the kernels took alone, per
             launch.
         spin_w: above-idle watts of a board that spins in a collective.
+        link_w: above-idle watts of a board for the whole of a step that has collectives: its links stay
+            awake between them.
         latency_sd, energy_sd: relative errors of composed mixes with everything else right
             (composition component).
     """
 
     eta: float = 1.0
     compute_scale: float = 1.0
+    compute_stretch: float = 0.0
     cap_fraction: float = 0.985
     gap_s: float = 0.0
     spin_w: float = 0.0
+    link_w: float = 0.0
     latency_sd: float = 0.15
     energy_sd: float = 0.15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostLaw:
-    """Host time of an eager step: ``step_s + launches * launch_s``, by number of workers (1, or more).
+    """Host time of an eager step: ``launches * launch_s``, by number of workers (1, or more).
 
     Attributes:
-        step_s, launch_s: seconds on the host that made the bundle, keyed by workers.
+        launch_s: seconds per launch on the host of ``anchor``, keyed by workers.
         wait_w: above-idle watts of a board that waits for its host, keyed by workers.
-        anchor: that host's anchor; another host's times scale with its module time.
+        anchor: median of the hosts that made the bundle; another host's times scale with its module time.
         rel_se: relative standard error on the same host.
     """
 
-    step_s: Mapping[int, float]
     launch_s: Mapping[int, float]
     wait_w: Mapping[int, float]
     anchor: HostAnchor
@@ -115,6 +120,7 @@ class Bundle:
             device=device,
             kernels=self.kernels,
             compute_scale=self.laws.compute_scale,
+            compute_stretch=self.laws.compute_stretch,
             link=link,
             published=self.published,
         )
@@ -185,7 +191,6 @@ def _content(bundle: Bundle) -> dict[str, Any]:
         "host": None
         if bundle.host is None
         else {
-            "step_s": {str(k): v for k, v in bundle.host.step_s.items()},
             "launch_s": {str(k): v for k, v in bundle.host.launch_s.items()},
             "wait_w": {str(k): v for k, v in bundle.host.wait_w.items()},
             "anchor": asdict(bundle.host.anchor),
@@ -264,7 +269,6 @@ def _parse(d: Mapping[str, Any], sha256: str) -> Bundle:
         host=None
         if host is None
         else HostLaw(
-            step_s={int(k): float(v) for k, v in host["step_s"].items()},
             launch_s={int(k): float(v) for k, v in host["launch_s"].items()},
             wait_w={int(k): float(v) for k, v in host["wait_w"].items()},
             anchor=HostAnchor(**host["anchor"]),

@@ -107,15 +107,37 @@ def _collective_prior(op: Op, device: Device) -> Prior:
     )
 
 
-def read_share(op: Op, p: Prior, latency_s: float, compute_share: float) -> float:
-    """Part of a latency that scales with a board's read bandwidth, the ``gemv_gbs`` of its anchor.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """How an op's time and power depend on the clock and on the board; see `energylens.results.Cost`."""
 
-    Only reads of weights do: over four H200s whose GEMV bandwidths differed by 8 %, GEMMs at M = 1 … 8
-    over 100 MB and more followed it, while streams, copies and eager modules took the same time.
+    compute: float
+    read: float
+    dram: float
+
+
+def shares(op: Op, p: Prior, latency_s: float, compute_scale: float) -> Shares:
+    """Shares of an op that takes ``latency_s`` at the maximum clock.
+
+    Time: over six H200s whose GEMV bandwidths differed by 8 %, weight reads (GEMMs at M = 1 … 8) and
+    grouped-query decode attention followed the bandwidth; streams, copies and eager modules did not.
+    Power: what a memory stream draws differed by 13 % between those boards; ops followed it in
+    proportion to how much of the memory bandwidth they used, from not at all (rope, norms of few rows)
+    to nearly fully (weight reads, cache copies).
+
+    Args:
+        op: the op.
+        p: its prior.
+        latency_s: its latency at the maximum clock.
+        compute_scale: factor on the prior's compute share.
     """
-    return min(1.0 - compute_share, p.memory_s / latency_s) if op.kernel == "gemm" else 0.0
+    compute = min(1.0, compute_scale * p.compute_share)
+    used = min(1.0, p.memory_s / latency_s)
+    read = min(1.0 - compute, used) if op.kernel in _READERS else 0.0
+    return Shares(compute=compute, read=read, dram=(1.0 - compute) * used)
 
 
+_READERS = frozenset({"gemm", "attention_decode"})
 _MATRIX = frozenset({"gemm", "attention_prefill", "attention_decode", "attention_decode_masked"})
 
 

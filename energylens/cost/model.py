@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from energylens.cost.features import features, prior, read_share
+from energylens.cost.features import features, prior, shares
 from energylens.cost.regress import GaussianProcess
 from energylens.cost.roofline import roofline
 from energylens.graph import Op
@@ -54,7 +54,9 @@ class KernelModel:
     power_rel_se: float
     measured: frozenset[tuple[str, tuple[float, ...], str]]
 
-    def costs(self, ops: Sequence[Op], device: Device, compute_scale: float) -> list[Cost]:
+    def costs(
+        self, ops: Sequence[Op], device: Device, compute_scale: float, compute_stretch: float
+    ) -> list[Cost]:
         """Price ops of this kernel; see `AbstractCostModel.costs`."""
         x = features(ops, device)
         log_t, sd_t = self.latency.predict(x)
@@ -65,7 +67,8 @@ class KernelModel:
             p = prior(op, device)
             latency = p.latency_s * math.exp(log_t[i])
             power = p.energy_j / p.latency_s * math.exp(log_p[i])
-            share = min(1.0, compute_scale * p.compute_share)
+            s = shares(op, p, latency, compute_scale)
+            latency *= 1.0 + compute_stretch * s.compute
             if op.key in self.measured:
                 source = Source.MEASURED
             elif near[i] <= INTERPOLATED_WITHIN:
@@ -76,8 +79,9 @@ class KernelModel:
                 Cost(
                     latency_s=latency,
                     energy_j=power * latency,
-                    compute_share=share,
-                    memory_share=read_share(op, p, latency, share),
+                    compute_share=s.compute,
+                    read_share=s.read,
+                    dram_share=s.dram,
                     latency_rel_se=_rel_se(sd_t[i], self.latency_rel_se, source),
                     energy_rel_se=math.hypot(
                         _rel_se(sd_p[i], self.power_rel_se, source),
@@ -128,7 +132,7 @@ class CostModelSet(AbstractCostModel):
     Attributes:
         device: datasheet of the device that is priced.
         kernels: kernel -> model.
-        compute_scale: factor on the prior's compute share (from the mixes).
+        compute_scale, compute_stretch: from the mixes; see `energylens.cost.bundle.Laws`.
         link: interconnect, for collectives without a calibration.
         published: worker dependence of the collectives beyond those measured.
     """
@@ -136,6 +140,7 @@ class CostModelSet(AbstractCostModel):
     device: Device
     kernels: Mapping[str, KernelModel] = field(default_factory=dict)
     compute_scale: float = 1.0
+    compute_stretch: float = 0.0
     link: Link | None = None
     published: Published | None = None
 
@@ -156,7 +161,7 @@ class CostModelSet(AbstractCostModel):
         if model is None:
             return [roofline(op, self.device, self.link) for op in ops]
         if not ops[0].type.is_collective:
-            return model.costs(ops, self.device, self.compute_scale)
+            return model.costs(ops, self.device, self.compute_scale, self.compute_stretch)
         return [self._collective(model, op) for op in ops]
 
     def _collective(self, model: KernelModel, op: Op) -> Cost:
@@ -164,18 +169,19 @@ class CostModelSet(AbstractCostModel):
         known = {int(key[1][1]) for key in model.measured}
         workers = int(op.sizes["workers"])
         if workers in known or self.published is None:
-            return model.costs([op], self.device, self.compute_scale)[0]
+            return model.costs([op], self.device, self.compute_scale, self.compute_stretch)[0]
         reference = max(known)
         same = Op(
             name=op.name, kernel=op.kernel, shape=(op.shape[0], float(reference)), dtype=op.dtype
         )
-        cost = model.costs([same], self.device, self.compute_scale)[0]
+        cost = model.costs([same], self.device, self.compute_scale, self.compute_stretch)[0]
         ratio = self.published.ratio(op.kernel, op.shape[0], workers, reference)
         return Cost(
             latency_s=cost.latency_s * ratio,
             energy_j=cost.energy_j * ratio,
             compute_share=cost.compute_share,
-            memory_share=cost.memory_share,
+            read_share=cost.read_share,
+            dram_share=cost.dram_share,
             latency_rel_se=math.hypot(cost.latency_rel_se, 0.15),
             energy_rel_se=math.hypot(cost.energy_rel_se, 0.25),
             source=max(cost.source, Source.EXTRAPOLATED),

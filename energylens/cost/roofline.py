@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from energylens.cost.features import COLLECTIVE_S, prior, read_share
+from energylens.cost.features import COLLECTIVE_S, prior, shares
 from energylens.graph import Op
 from energylens.results import Cost, Source
 from energylens.spec.system import Device, Link
@@ -24,11 +24,13 @@ def roofline(op: Op, device: Device, link: Link | None = None) -> Cost:
     if op.type.is_collective:
         return _collective(op, device, link)
     p = prior(op, device)
+    s = shares(op, p, p.latency_s, 1.0)
     return Cost(
         latency_s=p.latency_s,
         energy_j=p.energy_j,
-        compute_share=p.compute_share,
-        memory_share=read_share(op, p, p.latency_s, p.compute_share),
+        compute_share=s.compute,
+        read_share=s.read,
+        dram_share=s.dram,
         latency_rel_se=LATENCY_REL_SE,
         energy_rel_se=ENERGY_REL_SE,
         source=Source.ROOFLINE,
@@ -59,7 +61,8 @@ def _collective(op: Op, device: Device, link: Link | None) -> Cost:
         latency_s=latency,
         energy_j=p.energy_j * latency / p.latency_s,
         compute_share=0.0,
-        memory_share=0.0,
+        read_share=0.0,
+        dram_share=0.0,
         latency_rel_se=LATENCY_REL_SE,
         energy_rel_se=ENERGY_REL_SE,
         source=Source.ROOFLINE,

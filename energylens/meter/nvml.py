@@ -173,16 +173,21 @@ class _Track:
     due_s: float = -math.inf
     failures: int = 0
     ended: str | None = None
-    last: tuple[float, float] | None = None
+    last: tuple[float, float, float] | None = None
 
-    def add(self, t: float, value: float) -> None:
+    def add(self, start: float, t: float, value: float) -> None:
+        """Keep a value whose read took from ``start`` to ``t``; of a counter, only its changes.
+
+        A change happened after the *start* of the read before: the thread may have been held up
+        between that read and its stamp.
+        """
         before, self.failures = self.last, 0
-        if before and t <= before[0]:
+        if before and t <= before[1]:
             return
-        self.last = (t, value)
+        self.last = (start, t, value)
         if self.sensor != "energy":
             self.samples.append((t, value))
-        elif before and value != before[1]:
+        elif before and value != before[2]:
             self.samples.append((t, value))
             self.jitter_s.append(t - before[0])
 
@@ -291,7 +296,7 @@ class NvmlRecorder(AbstractRecorder):
                 self._failed(track, error)
                 continue
             with self._lock:
-                track.add(self._clock(), value)
+                track.add(now_s, self._clock(), value)
 
     def _failed(self, track: _Track, error: _SensorError) -> None:
         name = self._infos[track.uuid].uuid

@@ -1,4 +1,4 @@
-"""A model as values: ranks, tensors, einsums, named ops, blocks (cascades) and the annotations on them.
+"""A model as values: ranks, tensors, einsums, named ops, blocks (cascades) and annotations.
 
 Everything here is frozen and holds no behaviour beyond lookup; `load` makes these from YAML,
 `graph` counts them, `lower` turns them into kernels.
@@ -97,7 +97,7 @@ class Fusion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
-    """A collective that runs beside compute, on ``sm`` streaming multiprocessors, in ``chunks`` pieces."""
+    """A collective in ``chunks`` pieces beside compute, on ``sm`` streaming multiprocessors."""
 
     collective: str
     beside: str

@@ -1,4 +1,4 @@
-"""The machine and the work: devices, links, clusters, engines; engine steps, workloads and configurations."""
+"""The machine and the work: devices, links, clusters, engines; steps, workloads, configurations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from energylens.errors import OutOfRangeError
 
 
 class Phase(enum.StrEnum):
-    """Part of a request. ``prefill``: one forward of the whole batch; ``decode``: one step of the whole batch."""
+    """Part of a request.
+
+    ``prefill`` is one forward of the whole batch, ``decode`` one step of the whole batch.
+    """
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -66,7 +69,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """``gpus`` devices of one kind, all connected to each other by ``link`` (None: a single device)."""
+    """``gpus`` devices of one kind, all connected by ``link`` (None: a single device)."""
 
     name: str
     device: str
@@ -77,7 +80,12 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """How an engine runs one op of a spec: the calibrated kernel's name and the CUDA kernels an eager call launches."""
+    """How an engine runs one op of a spec.
+
+    Attributes:
+        kernel: name of the calibrated kernel.
+        launches: CUDA kernels that an eager call launches.
+    """
 
     kernel: str
     launches: int
@@ -119,10 +127,10 @@ class Engine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequences:
-    """``count`` sequences that do the same in a step: ``new`` tokens each, ``context`` KV length at the end of it.
+    """``count`` sequences that do the same in a step, ``new`` tokens each.
 
-    ``context`` includes the new tokens and may be fractional (a mean over a window of decode
-    steps).
+    ``context`` is the KV length at the end of the step: it includes the new tokens and may be
+    fractional (a mean over a window of decode steps).
     """
 
     count: int
@@ -132,14 +140,17 @@ class Sequences:
     def __post_init__(self) -> None:
         if self.count < 1 or self.new < 1 or self.context < self.new:
             raise OutOfRangeError(
-                f"a step needs count >= 1, new >= 1 and context >= new, not count={self.count}, new={self.new}, "
-                f"context={self.context}"
+                f"a step needs count >= 1, new >= 1 and context >= new, not count={self.count}, "
+                f"new={self.new}, context={self.context}"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One engine step: the primitive of all predictions. Prefill, decode and mixed steps differ only in sequences."""
+    """One engine step: the primitive of all predictions.
+
+    Prefill, decode and mixed steps differ only in their sequences.
+    """
 
     sequences: tuple[Sequences, ...]
     mode: Mode

@@ -41,7 +41,7 @@ def test_an_anchor_holds_what_the_board_does_under_each_load():
 
 
 def test_a_board_is_woken_and_then_left_idle_for_three_seconds():
-    # A board without a context sleeps at two thirds of its idle power: that is not what steps stand on.
+    # A board without a context sleeps at two thirds of its idle power: steps do not stand on that.
     board = FakeBoard()
     seen = []
     board.sleep = lambda seconds: (seen.append(seconds), board.advance(board.time_s + seconds))  # type: ignore[method-assign,assignment]

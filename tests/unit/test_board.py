@@ -21,8 +21,8 @@ TYPICAL = anchor(120.0, 620.0, 690.0, 1450.0, 655.0, 4200.0)
 
 def memory_bound(energy_j=1.0):
     return Cost(
-        latency_s=1e-3, energy_j=energy_j, compute_share=0.0, memory_share=1.0, latency_rel_se=0.0,
-        energy_rel_se=0.0, source=Source.MEASURED,
+        latency_s=1e-3, energy_j=energy_j, compute_share=0.0, read_share=1.0, dram_share=1.0,
+        latency_rel_se=0.0, energy_rel_se=0.0, source=Source.MEASURED,
     )  # fmt: skip
 
 

@@ -11,9 +11,8 @@ from energylens.meter.base import DeviceSeries
 from energylens.meter.replay import ReplayMeter, load_recording, save_recording
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "meter"
-STEP = (
-    FOLDER / "step_load.csv"
-)  # 100 W; 600 W from 2 s to 5 s; counter ticks each 0.1 s from 0.05 s
+STEP = FOLDER / "step_load.csv"
+"""100 W; 600 W from 2 s to 5 s; counter ticks each 0.1 s from 0.05 s."""
 
 
 def test_b27_the_window_of_the_load_is_not_diluted_by_idle(tmp_path):

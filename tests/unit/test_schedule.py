@@ -25,7 +25,8 @@ def cost(latency_s, energy_j, compute=0.0, se=0.0, source=Source.MEASURED):
         latency_s=latency_s,
         energy_j=energy_j,
         compute_share=compute,
-        memory_share=0.0,
+        read_share=0.0,
+        dram_share=0.0,
         latency_rel_se=se,
         energy_rel_se=se,
         source=source,
@@ -130,7 +131,7 @@ def test_parts_add_up_in_time_and_energy():
 
 
 def test_errors_of_one_kind_do_not_average_out():
-    # Ten ops of one kind, each 10 % uncertain, fully correlated: the sum is 10 % uncertain, not 3 %.
+    # Ten ops of one kind, each 10 % uncertain, fully correlated: so is the sum, and not by 3 %.
     ops = [gemm(name=f"g{i}") for i in range(10)]
     costs = [cost(1e-3, 0.0, se=0.1)] * 10
     r = step(ops, costs, [worker(costs)], constants=NONE, spreads=EXACT)

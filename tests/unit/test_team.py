@@ -4,11 +4,11 @@ from typing import Any
 import pytest
 from fake_board import FakeBoard, FakeClock, FakeHostPoint, FakeMeter, FakeProvider, FakeWork
 
-from energylens.bench.team import measure_collectives, over_boards
+from energylens.bench.team import measure_collectives, over_boards, without_filler
 from energylens.bench.trial import measure
 from energylens.errors import UnsupportedError
 from energylens.graph import make_op
-from energylens.store import Store, board_hash
+from energylens.store import Store, Trial, board_hash
 
 OPS = tuple(make_op("all_reduce", values=2**n, workers=2) for n in range(10, 14))
 
@@ -169,3 +169,47 @@ def test_the_mean_over_boards_is_valid_where_all_are(lab):
     assert not both.valid
     assert both.reason == "throttled"
     assert over_boards(trial, [good, good]).valid
+
+
+PAIR = Trial(
+    latency_s=30e-6,
+    latency_rel_se=0.01,
+    power_w=400.0,
+    power_rel_se=0.025,
+    clock_hz=1.9e9,
+    clock_min_hz=1.8e9,
+    temperature_c=50.0,
+    ticks=9,
+    window_s=1.0,
+    instant_power_w=401.0,
+    flags=("gpu_idle",),
+)
+FILLER = replace(PAIR, latency_s=20e-6, latency_rel_se=0.02, power_w=500.0, power_rel_se=0.04)
+
+
+def test_a_collective_is_what_is_left_beside_its_filler() -> None:
+    alone = without_filler(PAIR, FILLER)
+    assert alone.latency_s == pytest.approx(10e-6)
+    assert alone.power_w == pytest.approx(200.0)  # (12 - 10) mJ over 10 us
+    assert alone.latency_rel_se == pytest.approx(0.05)  # 0.3 and 0.4 us of 10 us
+    assert alone.power_rel_se == pytest.approx(0.25)  # 0.3 and 0.4 mJ of 2 mJ
+    assert alone.instant_power_w is None
+    assert (alone.valid, alone.flags, alone.clock_hz) == (True, ("gpu_idle",), 1.9e9)
+
+
+@pytest.mark.parametrize("latency_s", [20e-6, 19e-6])
+def test_a_collective_that_took_no_time_is_not_valid(latency_s) -> None:
+    alone = without_filler(replace(PAIR, latency_s=latency_s), FILLER)
+    assert not alone.valid
+    assert alone.reason == "the collective took no time beside its filler; measure it again"
+
+
+@pytest.mark.parametrize(
+    ("pair_w", "filler_w"),
+    [(None, 500.0), (400.0, None), (300.0, 500.0)],  # the last: 9 mJ with, 10 mJ without
+)
+def test_power_that_cannot_be_told_apart_is_missing_and_not_zero(pair_w, filler_w) -> None:
+    alone = without_filler(replace(PAIR, power_w=pair_w), replace(FILLER, power_w=filler_w))
+    assert (alone.power_w, alone.power_rel_se) == (None, None)
+    assert alone.latency_s == pytest.approx(10e-6)
+    assert alone.valid

@@ -1,0 +1,42 @@
+"""What the torch provider can run, seen without torch."""
+
+from __future__ import annotations
+
+import pytest
+
+from energylens.bench.collectives import COLLECTIVES, collective_ops
+from energylens.bench.kernels import _BUILDERS
+from energylens.bench.plan import load_plan
+from energylens.graph import KERNELS
+from energylens.spec.load import data_dir, load_device, load_engine
+
+
+def test_every_runnable_is_a_kernel_that_can_be_costed() -> None:
+    assert set(_BUILDERS) <= set(KERNELS)
+
+
+def test_the_provider_runs_every_kernel_that_its_engine_names() -> None:
+    named = {k.kernel for k in load_engine("hf").kernels.values()}
+    assert {name for name in named if not KERNELS[name].is_collective} <= set(_BUILDERS)
+
+
+def test_collectives_are_run_by_a_team_and_all_else_by_the_provider() -> None:
+    computed = {name for name, kernel in KERNELS.items() if not kernel.is_collective}
+    assert set(_BUILDERS) == computed
+    assert set(COLLECTIVES) == set(KERNELS) - computed
+
+
+def test_the_shipped_plan_asks_for_kernels_that_the_provider_runs() -> None:
+    path = data_dir("calibration") / "plans" / "torch_default.yaml"
+    plan = load_plan(path, load_device("h200"))
+    assert {p.op.kernel for p in plan.points} <= set(_BUILDERS)
+
+
+@pytest.mark.parametrize("workers", [2, 8])
+def test_collectives_are_measured_from_8_kb_to_256_mb(workers: int) -> None:
+    ops = collective_ops(workers)
+    assert len({op.key for op in ops}) == len(ops) == 16 + 3 * 6
+    assert {op.sizes["workers"] for op in ops} == {workers}
+    for kind in COLLECTIVES:
+        bytes_ = [op.bytes_written for op in ops if op.kernel == kind]
+        assert (min(bytes_), max(bytes_)) == (8 * 1024, 256 * 1024**2)

@@ -1,4 +1,4 @@
-"""Samples -> bundle: regressors per kernel with held-out errors, laws from the mixes, host law from the host points.
+"""Samples -> bundle: regressors per kernel, laws from the mixes, host law from the host points.
 
 All samples are first brought to one reference, a typical board at the maximum clock: the clock law
 undoes the power cap (an op that held it alone settled at its own clock), the board's anchor undoes
@@ -47,7 +47,7 @@ MIN_POWER_W = 1.0  # an op that draws less above idle than this drew nothing tha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelFit:
-    """Held-out errors of one kernel, in percent (root mean square and largest), and its number of points."""
+    """Points of one kernel, and its held-out errors in percent: root mean square and largest."""
 
     kernel: str
     points: int
@@ -237,7 +237,7 @@ def _why_unused(sample: Sample, anchors: Mapping[str, BoardAnchor]) -> str:
 
 
 def _cap_fraction(data: _Data) -> float:
-    """Mean power over the limit of what held the cap: of the mixes, since steps are mixes, else of the ops."""
+    """Mean power over the limit of what held the cap: of mixes, as steps are, else of ops."""
     for samples in (data.mixes, [s for group in data.ops.values() for s in group]):
         held = [
             s.trial.power_w / data.limit_w
@@ -255,8 +255,8 @@ def _cap_fraction(data: _Data) -> float:
 def _spread(data: _Data, eta: float) -> Spread:
     """Standard deviations that a board which is none of the calibrated ones is to be expected at.
 
-    From n boards, the deviation of another one is wider than theirs: by sqrt(1 + 1/n) since their mean
-    is uncertain, and by Student's t since their deviation is. Never less than `FLOOR`.
+    From n boards, the deviation of another one is wider than theirs: by sqrt(1 + 1/n) since their
+    mean is uncertain, and by Student's t since their deviation is. Never less than `FLOOR`.
     """
     from scipy.stats import norm, t
 
@@ -278,7 +278,7 @@ def _spread(data: _Data, eta: float) -> Spread:
 
 
 def load_published(path: Path, device: str) -> Published | None:
-    """Published collective latencies of a device: the newest NCCL version that has all worker counts.
+    """Published collective latencies: of the newest NCCL version that has all worker counts.
 
     Args:
         path: CSV with the columns device, nccl_version, collective, workers, values, latency_s.
@@ -298,9 +298,9 @@ def load_published(path: Path, device: str) -> Published | None:
     newest = max(best, key=lambda v: tuple(map(int, v.split("."))))
     wide = (
         table[table["nccl_version"] == newest]
-        .groupby(["collective", "workers", "values"])["latency_s"]
-        .median()
-        .unstack()
+        .pivot_table(
+            index=["collective", "workers"], columns="values", values="latency_s", aggfunc="median"
+        )
         .dropna(axis=1)
     )
     return Published(
@@ -385,7 +385,7 @@ def _fit_kernel(kernel: str, samples: Sequence[Sample], data: _Data, laws: Laws)
 
 
 def _power_noise(sample: Sample, data: _Data, laws: Laws) -> float:
-    """Relative standard error of the power above idle: that of the gross power, and of idle itself."""
+    """Relative standard error of the power above idle: from the gross power and from idle."""
     trial = sample.trial
     if trial is None or trial.power_w is None:
         raise CalibrationError(f"sample {sample.label} holds no power")
@@ -394,7 +394,7 @@ def _power_noise(sample: Sample, data: _Data, laws: Laws) -> float:
 
 
 def _fit_gp(x: Array, y: Array, noise: Array) -> GaussianProcess:
-    """Hyper-parameters by maximum likelihood (scikit-learn), evaluated by our own process from then on."""
+    """Hyper-parameters by maximum likelihood (scikit-learn); evaluated by ours from then on."""
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.gaussian_process import GaussianProcessRegressor
     from sklearn.gaussian_process.kernels import RBF, ConstantKernel, WhiteKernel
@@ -425,7 +425,7 @@ def _fit_gp(x: Array, y: Array, noise: Array) -> GaussianProcess:
 
 
 def _groups(x: Array) -> NDArray[np.int64]:
-    """Shape groups to hold out: points that differ in their first feature (rows, context) only are one group.
+    """Shape groups to hold out: points that differ in rows (or context) only are one group.
 
     The wave feature follows from the others and does not count. Where that leaves a single group,
     each location is one.
@@ -501,7 +501,7 @@ def _mix_errors(
 
 
 def _fit_laws(data: _Data, models: Mapping[str, KernelModel], laws: Laws) -> Laws:
-    """eta, compute share, stretch, gap and link power that bring the composed mixes closest to the measured ones.
+    """The laws' constants that bring the composed mixes closest to the measured ones.
 
     The regressors' targets depend on the first two; hyper-parameters are kept while these move.
     """
@@ -596,8 +596,8 @@ def _fit_host(data: _Data, stores: Sequence[Store]) -> HostLaw | None:
     """Median seconds per launch over the host points, by number of workers.
 
     Each run's times are brought to the median host by its own anchor first: hosts differ by up to
-    twice, and the same host from hour to hour. There is no constant per step: with one, whole models
-    of 32 layers came out a third too fast from points of 2 and 8 layers.
+    twice, and the same host from hour to hour. There is no constant per step: with one, whole
+    models of 32 layers came out a third too fast from points of 2 and 8 layers.
     """
     anchors = {r: p.anchors.host for s in stores for r, p in s.runs.items() if p.anchors}
     typical = _typical_host([h for h in anchors.values() if h])

@@ -1,4 +1,4 @@
-"""The chain on one page: spec -> ops of a step -> costs -> composed step -> prefill, decode, request."""
+"""The chain on one page: spec -> ops of a step -> costs -> composed step -> phases."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ REQUEST_NODES = (
 # H200s spread by 7 %.
 _UNKNOWN_SPREAD = Spread(memory_power=0.08, compute_power=0.06, memory_time=0.02, idle_w=6.0)
 # Left over between a board and its anchor: repeatability of the anchor itself, and that one stream
-# does not stand for # every kernel (DESIGN law 8: 2.4 % in power, 1.4 % in time over pairs of
+# does not stand for every kernel (DESIGN law 8: 2.4 % in power, 1.4 % in time over pairs of
 # hosts).
 _ANCHORED_SPREAD = Spread(memory_power=0.02, compute_power=0.015, memory_time=0.01, idle_w=1.0)
 _UNKNOWN_LAUNCH_S = 20e-6
@@ -155,7 +155,7 @@ def machine(
     power_limit_w: float | None = None,
     link: Link | None = None,
 ) -> Machine:
-    """Prices for ``workers`` boards of a device: as anchored, else as typical boards with the spread between boards."""
+    """Prices for ``workers`` boards of a device: as anchored, else typical with their spread."""
     limit = power_limit_w or (bundle.power_limit_w if bundle else device.power_limit_w)
     laws = bundle.laws if bundle else Laws()
     idle_w = bundle.typical.idle_w if bundle else device.idle_w
@@ -225,8 +225,9 @@ def predict(
         }
         return Infeasible(
             reason=(
-                f"{spec.name} does not fit {device.name}: weights {gb['weights']:.1f} GB + KV cache "
-                f"{gb['kv_cache']:.1f} GB + activations {gb['activations']:.1f} GB + reserve {gb['reserve']:.1f} GB > "
+                f"{spec.name} does not fit {device.name}: weights {gb['weights']:.1f} GB + "
+                f"KV cache {gb['kv_cache']:.1f} GB + activations {gb['activations']:.1f} GB + "
+                f"reserve {gb['reserve']:.1f} GB > "
                 f"{gb['capacity']:.1f} GB per GPU; raise --tp, or lower --batch or the lengths"
             ),
             memory=held,
@@ -269,7 +270,8 @@ def _notes(
     notes = []
     if bundle is None:
         notes.append(
-            f"no calibration of {device.name} for the {engine.provider} provider: datasheet roofline, wide intervals; "
+            f"no calibration of {device.name} for the {engine.provider} provider: datasheet "
+            "roofline, wide intervals; "
             f"`energylens calibrate --device {device.name}` on such a machine measures one"
         )
     boards = len(anchors.boards) if anchors else 0
@@ -400,7 +402,7 @@ class _Run:
 
 
 def _physical_limit_s(op: Op, device: Device) -> float:
-    """Least time that the datasheet allows for an op: peak arithmetic, or each byte once at full bandwidth."""
+    """Least time by the datasheet: peak arithmetic, or each byte once at full bandwidth."""
     peak = device.peak_flops.get(op.dtype, max(device.peak_flops.values()))
     compute = op.flops / peak if prior(op, device).compute_s > 0 else 0.0
     return max(compute, (op.bytes_read + op.bytes_written) / device.memory_bandwidth_bytes_s)
@@ -444,7 +446,8 @@ class Catalogue:
         for b in bundles if self.bundle_files else ():
             if b.device != device.name:
                 raise SpecError(
-                    f"--bundle is of {b.device}, but --device is {device.name}; give one of that device"
+                    f"--bundle is of {b.device}, but --device is {device.name}; give one of that "
+                    "device"
                 )
         return bundles
 

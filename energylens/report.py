@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+import os.path
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from energylens.anchors import anchors_to_json
 from energylens.results import (
+    BreakdownRow,
     BundleRef,
     Infeasible,
     Interval,
     Memory,
     PhaseResult,
     Prediction,
+    Source,
 )
 from energylens.spec.system import Parallelism, Phase, Workload
 from energylens.units import BYTES_PER_GB
-from energylens.validate import Comparison, Summary, Validation, ValidationRow
+from energylens.validate import Comparison, Summary, Validation, ValidationRow, summarise
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -37,6 +40,9 @@ _DERIVED = (
     "energy_per_token_j",
     "energy_per_request_j",
 )
+_LIMITERS = {"capped": "power cap", "device": "device", "host": "host"}
+_SMALL_SHARE = 0.01
+"""Ops below it in time and in energy share one line of the breakdown; ``--json`` has them all."""
 
 
 def prediction_document(prediction: Prediction) -> dict[str, Any]:
@@ -127,14 +133,14 @@ def memory_line(memory: Memory) -> str:
 
 
 def validation_table(validation: Validation) -> RenderableType:
-    """Every row, the reasons of those without a prediction, and the summary of each group."""
+    """A line for each regime, the groups, why rows are not predicted, and those that are."""
     from rich.console import Group
 
-    reasons = Counter(row.reason for row in validation.rows if row.reason)
     return Group(
-        _rows_table(validation.rows),
-        *(f"not predicted, {n} rows: {reason}" for reason, n in reasons.most_common()),
+        *_regime_lines(validation.rows),
         _summary_table(validation.summary),
+        *_reason_lines(validation.rows),
+        _rows_table(validation.rows),
     )
 
 
@@ -194,7 +200,7 @@ def _fact_lines(value: Any, depth: int) -> Iterator[str]:
             yield f"{indent}{name}:" if item else f"{indent}{name}: none"
             yield from _fact_lines(item, depth + 1)
         elif name != "schema":
-            yield f"{indent}{name}: {'-' if item is None else item}"
+            yield f"{indent}{name}: {_fact(item)}"
 
 
 def _subject(
@@ -302,53 +308,52 @@ def _subject_line(
 
 def _headline_table(p: Prediction) -> Table:
     level = next((f"{100 * r.interval.level:g} %" for r in p.phases.values()), "90 %")
-    table = _table("", ("", "value", f"{level} interval", "regime"), left=1)
-    for label, value, unit, phase, per_sequence in (
-        ("TTFT", p.ttft_s, "s", Phase.PREFILL, False),
-        ("TPOT", p.tpot_s, "s", Phase.DECODE, False),
-        ("TTLT", p.ttlt_s, "s", Phase.REQUEST, False),
-        ("J/prompt", p.energy_per_prompt_j, "J", Phase.PREFILL, True),
-        ("J/token", p.energy_per_token_j, "J", Phase.DECODE, True),
-        ("J/request", p.energy_per_request_j, "J", Phase.REQUEST, True),
+    table = _table("", ("", "value", f"{level} interval", "limited by"), left=1)
+    for label, value, unit, phase in (
+        ("TTFT", p.ttft_s, "s", Phase.PREFILL),
+        ("TPOT", p.tpot_s, "s", Phase.DECODE),
+        ("TTLT", p.ttlt_s, "s", Phase.REQUEST),
+        ("J/prompt", p.energy_per_prompt_j, "J", Phase.PREFILL),
+        ("J/token", p.energy_per_token_j, "J", Phase.DECODE),
+        ("J/request", p.energy_per_request_j, "J", Phase.REQUEST),
     ):
         result = p.phases.get(phase)
-        table.add_row(
-            label, _quantity(value, unit), _scaled(result, value, per_sequence), _regime(result)
-        )
+        cells = (_quantity(value, unit), _scaled(result, value, unit), _limiter(result))
+        table.add_row(label, *cells)
     for name, phase_result in p.phases.items():
         watts = _quantity(phase_result.mean_power_w, "W")
-        table.add_row(f"W/GPU {name}", watts, "-", _regime(phase_result))
+        table.add_row(f"W/GPU {name}", watts, "-", _limiter(phase_result))
     return table
 
 
-def _scaled(result: PhaseResult | None, value: float | None, energy: bool) -> str:
+def _scaled(result: PhaseResult | None, value: float | None, unit: str) -> str:
     """Interval of ``value``, which is proportional to the phase's energy or latency."""
     if result is None or value is None:
         return "-"
-    interval = result.interval.energy_j if energy else result.interval.latency_s
-    whole = result.energy_j if energy else result.latency_s
-    unit = "J" if energy else "s"
-    low, high = (_quantity(end * value / whole, unit) for end in interval)
-    return f"{low} .. {high}"
+    interval = result.interval.energy_j if unit == "J" else result.interval.latency_s
+    whole = result.energy_j if unit == "J" else result.latency_s
+    factor, prefix = _prefix(value, unit)
+    low, high = (_digits(end * value / whole / factor) for end in interval)
+    return f"{low} .. {high} {prefix}{unit}"
 
 
-def _regime(result: PhaseResult | None) -> str:
-    return result.regime if result else "-"
+def _limiter(result: PhaseResult | None) -> str:
+    return _LIMITERS.get(result.regime, result.regime) if result else "-"
 
 
 def _breakdown_table(p: Prediction) -> Table:
-    columns = ("phase", "kind", "op", "source", "count", "latency", "energy", "share", "of limit")
-    table = _table("breakdown", columns, left=4)
+    columns = ("phase", "op", "kind", "source", "count", "latency", "energy", "share", "of limit")
+    table = _table("breakdown by energy", columns, left=4)
     # A request is the sum of the other two: its rows would only repeat theirs.
     phases = [name for name in p.phases if name != Phase.REQUEST] or list(p.phases)
     for phase in phases:
-        rows = [row for row in p.breakdown if row.phase == phase]
-        for row in sorted(rows, key=lambda r: -r.energy_j):
+        rows = _merged([row for row in p.breakdown if row.phase == phase], p.phases[phase])
+        for i, row in enumerate(rows):
             limit = "-" if row.limit_share is None else f"{100 * row.limit_share:.0f} %"
             table.add_row(
-                row.phase,
-                row.kind.value,
+                "" if i else phase,
                 row.op,
+                row.kind,
                 str(row.source),
                 str(row.count),
                 _quantity(row.latency_s, "s"),
@@ -360,48 +365,144 @@ def _breakdown_table(p: Prediction) -> Table:
     return table
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Line:
+    """A line of the breakdown: one op, twins, or all small ones."""
+
+    op: str
+    kind: str
+    source: Source
+    count: int
+    latency_s: float
+    energy_j: float
+    share: float
+    limit_share: float | None
+
+
+def _merged(rows: Sequence[BreakdownRow], phase: PhaseResult) -> list[_Line]:
+    """Lines by falling energy: ops that cost the same as one line, small ones as the last."""
+    twins: dict[tuple[Any, ...], list[BreakdownRow]] = {}
+    small: list[BreakdownRow] = []
+    for row in sorted(rows, key=lambda r: -r.energy_j):
+        if max(row.share, row.latency_s / phase.latency_s) < _SMALL_SHARE:
+            small.append(row)
+        else:
+            key = (row.kind, row.source, row.count, row.latency_s, row.energy_j)
+            twins.setdefault(key, []).append(row)
+    lines = [_line(", ".join(r.op for r in group), group) for group in twins.values()]
+    lines.sort(key=lambda line: -line.energy_j)
+    if small:
+        lines.append(_line(f"{len(small)} smaller", small))
+    return lines
+
+
+def _line(op: str, rows: Sequence[BreakdownRow]) -> _Line:
+    kinds, limits = {r.kind.value for r in rows}, {r.limit_share for r in rows}
+    return _Line(
+        op=op,
+        kind=kinds.pop() if len(kinds) == 1 else "-",
+        source=max(r.source for r in rows),
+        count=sum(r.count for r in rows),
+        latency_s=math.fsum(r.latency_s for r in rows),
+        energy_j=math.fsum(r.energy_j for r in rows),
+        share=math.fsum(r.share for r in rows),
+        limit_share=limits.pop() if len(limits) == 1 else None,
+    )
+
+
 def _source_line(p: Prediction) -> str:
-    boards = "the given boards" if p.anchors and p.anchors.boards else "a typical board"
     return (
-        f"device {p.device} ({boards}), engine {p.engine}, bundle {_bundle_names(p.bundles)}, "
+        f"device {p.device} ({_boards(p)}), engine {p.engine}, bundle {_bundle_names(p.bundles)}, "
         f"weakest source: {p.source}"
     )
+
+
+def _boards(p: Prediction) -> str:
+    """Which boards and which host the numbers are for."""
+    workers, given = p.parallelism.tp, p.anchors.boards if p.anchors and p.bundles else ()
+    used = given[:workers]
+    if not used:
+        boards = "typical boards" if workers > 1 else "a typical board"
+    elif len(used) < workers:
+        boards = f"{len(used)} of {workers} boards anchored"
+    else:
+        boards = "anchored " + " and ".join(board.board_uuid for board in used)
+    return boards + (", anchored host" if p.anchors and p.anchors.host and p.bundles else "")
 
 
 def _bundle_names(bundles: Sequence[BundleRef]) -> str:
     return ", ".join(f"{b.device}/{b.provider} {b.version}" for b in bundles) or "none"
 
 
-def _rows_table(rows: Sequence[ValidationRow]) -> Table:
-    columns = ("record", "regime", "source", "latency", "predicted", "error", "energy", "predicted")
-    table = _table("rows (* outside the 90 % interval)", (*columns, "error"), left=3)
+def _regime_lines(rows: Sequence[ValidationRow]) -> Iterator[str]:
+    """One line for each regime: what the device sets, and what the host sets, are two questions."""
+    regimes = dict.fromkeys(row.measurement.regime for row in rows)
+    for regime in sorted(regimes):
+        s = summarise([row for row in rows if row.measurement.regime == regime])
+        if s.n == s.n_unpredicted:
+            yield f"{regime}-bound: none of {s.n} rows predicted"
+            continue
+        yield (
+            f"{regime}-bound, {s.n - s.n_unpredicted} of {s.n} rows predicted: "
+            f"latency MAPE {_percent(s.latency_mape_pct)}, covered {_whole(s.latency_coverage_pct)}; "
+            f"energy MAPE {_percent(s.energy_mape_pct)}, covered {_whole(s.energy_coverage_pct)}, "
+            f"as a typical board {_percent(s.energy_typical_mape_pct)}"
+        )
+
+
+def _reason_lines(rows: Sequence[ValidationRow]) -> Iterator[str]:
+    reasons: dict[str, list[str]] = {}
     for row in rows:
+        if row.reason:
+            reasons.setdefault(row.reason, []).append(row.measurement.record_id)
+    for reason, ids in sorted(reasons.items(), key=lambda item: -len(item[1])):
+        many = f"{len(ids)} rows (the first: {ids[0]})" if len(ids) > 1 else ids[0]
+        yield f"not predicted, {many}: {reason}"
+
+
+def _rows_table(rows: Sequence[ValidationRow]) -> Table:
+    predicted = [row for row in rows if row.reason is None]
+    prefix = _common_prefix([row.measurement.record_id for row in predicted])
+    columns = ("latency", "predicted", "error", "energy", "predicted", "error", "source")
+    table = _table(
+        "rows (* outside the 90 % interval)",
+        (f"{prefix}..." if prefix else "record", "regime", *columns),
+        left=2,
+    )
+    for row in predicted:
         table.add_row(
-            row.measurement.record_id,
+            row.measurement.record_id.removeprefix(prefix),
             row.measurement.regime,
-            "-" if row.source is None else str(row.source),
             *_compared(row.latency_s, "s"),
             *_compared(row.energy_j, "J"),
+            "-" if row.source is None else str(row.source),
         )
     return table
 
 
+def _common_prefix(names: Sequence[str]) -> str:
+    """What all names begin with, up to a dash; nothing for a single one."""
+    shared = os.path.commonprefix(list(names)) if len(names) > 1 else ""
+    return shared[: shared.rfind("-") + 1]
+
+
 def _compared(comparison: Comparison, unit: str) -> tuple[str, str, str]:
-    outside = " *" if comparison.within_interval is False else ""
+    mark = "*" if comparison.within_interval is False else " "
     return (
         _quantity(comparison.measured, unit),
         _quantity(comparison.predicted, unit),
-        _percent(comparison.error_pct, signed=True) + outside,
+        f"{_percent(comparison.error_pct, signed=True)} {mark}",
     )
 
 
 def _summary_table(summaries: Sequence[Summary]) -> Table:
+    names = list(dict.fromkeys(name for s in summaries for name in s.group))
     table = _table(
-        "summary",
+        "groups" if names else "",
         (
-            "group",
+            *(names or [""]),
             "rows",
-            "not predicted",
+            "predicted",
             "latency MAPE",
             "bias",
             "covered",
@@ -411,24 +512,29 @@ def _summary_table(summaries: Sequence[Summary]) -> Table:
             "typical MAPE",
             "tau",
         ),
-        left=1,
+        left=max(1, len(names)),
     )
     for s in summaries:
-        group = " ".join(f"{name}={value}" for name, value in s.group.items())
+        group = [str(s.group[name]) for name in names] if s.group else ["all"]
         table.add_row(
-            group or "all",
+            *group,
+            *[""] * (len(names) - len(group)),
             str(s.n),
-            str(s.n_unpredicted),
+            str(s.n - s.n_unpredicted),
             _percent(s.latency_mape_pct),
             _percent(s.latency_bias_pct, signed=True),
-            _percent(s.latency_coverage_pct),
+            _whole(s.latency_coverage_pct),
             _percent(s.energy_mape_pct),
             _percent(s.energy_bias_pct, signed=True),
-            _percent(s.energy_coverage_pct),
+            _whole(s.energy_coverage_pct),
             _percent(s.energy_typical_mape_pct),
             "-" if s.kendall_tau_energy is None else f"{s.kendall_tau_energy:.3f}",
         )
     return table
+
+
+def _whole(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f} %"
 
 
 def _percent(value: float | None, *, signed: bool = False) -> str:
@@ -438,12 +544,23 @@ def _percent(value: float | None, *, signed: bool = False) -> str:
 _PREFIXES = ((1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"))
 
 
+def _prefix(value: float, unit: str) -> tuple[float, str]:
+    """Factor and letter that keep ``value`` readable; seconds and watts never in kilo."""
+    prefixes = _PREFIXES[1:] if unit in ("s", "W") else _PREFIXES
+    return next((p for p in prefixes if abs(value) >= p[0]), prefixes[-1])
+
+
+def _digits(value: float) -> str:
+    """Three significant digits, none dropped: columns of them can be compared at a glance."""
+    if value == 0:
+        return "0"
+    return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
+
+
 def _quantity(value: float | None, unit: str) -> str:
-    """Four significant digits with the prefix that keeps them readable; seconds never in kilo."""
     if value is None:
         return "-"
     if value == 0:
         return f"0 {unit}"
-    prefixes = _PREFIXES[1:] if unit in ("s", "W") else _PREFIXES
-    factor, prefix = next((p for p in prefixes if abs(value) >= p[0]), prefixes[-1])
-    return f"{value / factor:.4g} {prefix}{unit}"
+    factor, prefix = _prefix(value, unit)
+    return f"{_digits(value / factor)} {prefix}{unit}"

@@ -93,7 +93,7 @@ class Spreads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What one op, or one law, adds to a step: time on the critical path, energy above idle over all workers."""
+    """What one op, or law, adds to a step: critical-path time, above-idle energy of all workers."""
 
     op: Op | None
     kind: Kind
@@ -106,7 +106,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """A composed step: energy over all workers; ``clock`` is that of the slowest worker over the maximum."""
+    """A composed step: energy over all workers; ``clock`` of the slowest over the maximum."""
 
     latency_s: float
     energy_j: float
@@ -132,7 +132,7 @@ class _Ops:
 def kernel_sum(
     ops: _Ops, worker: Worker, constants: Constants, clock: float = 1.0
 ) -> tuple[float, float]:
-    """Seconds and above-idle joules of one worker's kernels at ``clock`` (over the maximum), with the gaps."""
+    """Seconds and above-idle joules of a worker's kernels and gaps at a clock over the maximum."""
     stretch = ops.compute_share / clock + 1.0 - ops.compute_share
     time = float((ops.count * worker.latency_s * stretch).sum()) + constants.gap_s * float(
         ops.launches.sum()
@@ -181,7 +181,7 @@ def _arrays(ops: Sequence[Op], costs: Sequence[Cost]) -> _Ops:
 def kernel_result(
     ops: Sequence[Op], costs: Sequence[Cost], worker: Worker, constants: Constants
 ) -> tuple[float, float, float]:
-    """Seconds, joules (idle included) and clock over the maximum of one worker's captured kernels under its cap."""
+    """Seconds, joules with idle and clock over the maximum: a worker's kernels under its cap."""
     arrays = _arrays(ops, costs)
     clock = common_clock(arrays, worker, constants)
     time, energy = kernel_sum(arrays, worker, constants, clock)
@@ -242,7 +242,8 @@ def step(
         costs: the same ops on a typical board: shares, standard errors and sources are taken from
             here.
         workers: the boards, with the ops' costs on each.
-        constants, spreads: of the laws.
+        constants: of the laws.
+        spreads: standard errors that no single op carries.
         host: host time of the step; needed in eager mode only.
         mode: launch mode; only eager steps can be host-bound.
         without: laws to leave out, of `LAWS`.

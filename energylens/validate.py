@@ -123,8 +123,8 @@ def validate(
     groups: dict[tuple[str | int, ...], list[ValidationRow]] = {}
     for row in rows if by else ():
         groups.setdefault(tuple(_field(row.measurement, name) for name in by), []).append(row)
-    grouped = (_summary(dict(zip(by, key, strict=True)), g) for key, g in groups.items())
-    return Validation(rows=rows, summary=(_summary({}, rows), *grouped))
+    grouped = (summarise(g, dict(zip(by, key, strict=True))) for key, g in groups.items())
+    return Validation(rows=rows, summary=(summarise(rows), *grouped))
 
 
 def kendall_tau(x: Sequence[float], y: Sequence[float]) -> float | None:
@@ -201,7 +201,10 @@ def _phase(
     return result, None if result else f"the prediction holds no {phase} phase"
 
 
-def _summary(group: Mapping[str, str | int], rows: Sequence[ValidationRow]) -> Summary:
+def summarise(
+    rows: Sequence[ValidationRow], group: Mapping[str, str | int] = MappingProxyType({})
+) -> Summary:
+    """What ``rows`` say together; ``group`` is what they have in common."""
     latency, energy = [r.latency_s for r in rows], [r.energy_j for r in rows]
     latency_errors = _present(c.error_pct for c in latency)
     energy_errors = _present(c.error_pct for c in energy)

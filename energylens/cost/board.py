@@ -1,4 +1,4 @@
-"""Boards differ: what an anchor says about one, and how costs of a typical board become that board's (DESIGN law 8).
+"""Boards differ: what an anchor says, and how a typical board's costs become one's (DESIGN law 8).
 
 Power above idle scales by two ratios: that of a memory stream, and that of a large GEMM brought to
 the maximum clock. Time scales by memory bandwidth only; a board's speed at the power cap follows
@@ -50,7 +50,7 @@ class Board:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Standard deviations between boards: natural logs of the ratios of `Board`, and watts of idle."""
+    """Standard deviations between boards: of the natural logs of `Board`'s ratios, and of idle."""
 
     memory_power: float
     compute_power: float
@@ -110,7 +110,7 @@ def typical_anchor(anchors: Sequence[BoardAnchor]) -> BoardAnchor:
 
 
 def typical_boards(count: int, idle_w: float, spread: Spread) -> tuple[Board, ...]:
-    """``count`` boards that nobody has measured: at the expected order statistics of the spread between boards.
+    """``count`` boards that nobody has measured: at the expected order statistics of the spread.
 
     One board is the typical one; of several, the slowest is what sets the pace under tensor
     parallelism.

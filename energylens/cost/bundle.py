@@ -1,4 +1,4 @@
-"""The bridge between calibrating and predicting: one versioned, hashed JSON file per device and provider.
+"""The bridge between calibrating and predicting: one hashed JSON file per device and provider.
 
 No pickle: a bundle holds training points and hyper-parameters as numbers, and everything derived
 from them is computed when it is loaded.
@@ -28,19 +28,19 @@ _DIGITS = 7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Laws:
-    """Constants of the composition laws (DESIGN section 4), fitted on mixes, never on end-to-end runs.
+    """Constants of the composition laws (DESIGN section 4), fitted on mixes, not on whole runs.
 
     Attributes:
         eta: above-idle energy of an execution goes with clock**eta.
         compute_scale: factor on the prior's compute share.
         cap_fraction: mean power that the governor holds, over the power limit.
-        compute_stretch: how much more time and energy compute-bound work takes between the other kernels
-            of a layer than alone, times its compute share.
+        compute_stretch: how much more time and energy compute-bound work takes between the other
+            kernels of a layer than alone; in proportion to its compute share.
         gap_s: time between kernels of a captured graph beyond what the kernels took alone, per
             launch.
         spin_w: above-idle watts of a board that spins in a collective.
-        link_w: above-idle watts of a board for the whole of a step that has collectives: its links stay
-            awake between them.
+        link_w: above-idle watts of a board for the whole of a step that has collectives: its links
+            stay awake between them.
         latency_sd, energy_sd: relative errors of composed mixes with everything else right
             (composition component).
     """
@@ -63,7 +63,8 @@ class HostLaw:
     Attributes:
         launch_s: seconds per launch on the host of ``anchor``, keyed by workers.
         wait_w: above-idle watts of a board that waits for its host, keyed by workers.
-        anchor: median of the hosts that made the bundle; another host's times scale with its module time.
+        anchor: median of the hosts that made the bundle; another host's times scale with its
+            module time.
         rel_se: relative standard error on the same host.
     """
 
@@ -73,7 +74,7 @@ class HostLaw:
     rel_se: float
 
     def nearest(self, workers: int) -> int:
-        """The measured number of workers that stands for ``workers``: the largest that does not exceed it."""
+        """The measured count that stands for ``workers``: the largest that does not exceed it."""
         known = sorted(self.launch_s)
         return max((n for n in known if n <= workers), default=known[0])
 

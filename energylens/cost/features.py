@@ -1,4 +1,4 @@
-"""Op x device -> a physical prior and a fixed-order feature vector; the one piece that predicting and fitting share.
+"""Op x device -> a physical prior and a feature vector; what predicting and fitting share.
 
 The prior is a roofline with nominal efficiencies: it carries the scaling over decades, and
 regressors learn only the (smooth, bounded) ratio of measurement to prior.
@@ -67,7 +67,7 @@ _LAUNCHES: Mapping[str, int] = {
 }
 
 _PASSES: Mapping[str, float] = {"hf_rmsnorm": 8.0, "hf_rope": 5.0, "hf_silu_mul": 5 / 3}
-"""Eager modules write their intermediates: device memory traffic over the least traffic (nominal)."""
+"""Eager modules write their intermediates: nominal device memory traffic over the least traffic."""
 
 
 def prior(op: Op, device: Device) -> Prior:
@@ -109,7 +109,7 @@ def _collective_prior(op: Op, device: Device) -> Prior:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """How an op's time and power depend on the clock and on the board; see `energylens.results.Cost`."""
+    """How an op's time and power depend on clock and board; see `energylens.results.Cost`."""
 
     compute: float
     read: float
@@ -119,11 +119,12 @@ class Shares:
 def shares(op: Op, p: Prior, latency_s: float, compute_scale: float) -> Shares:
     """Shares of an op that takes ``latency_s`` at the maximum clock.
 
-    Time: over six H200s whose GEMV bandwidths differed by 8 %, weight reads (GEMMs at M = 1 … 8) and
-    grouped-query decode attention followed the bandwidth; streams, copies and eager modules did not.
+    Time: over six H200s whose GEMV bandwidths differed by 8 %, weight reads (GEMMs at M = 1 … 8)
+    and grouped-query decode attention followed the bandwidth; streams, copies and eager modules
+    did not.
     Power: what a memory stream draws differed by 13 % between those boards; ops followed it in
-    proportion to how much of the memory bandwidth they used, from not at all (rope, norms of few rows)
-    to nearly fully (weight reads, cache copies).
+    proportion to how much of the memory bandwidth they used, from not at all (rope, norms of few
+    rows) to nearly fully (weight reads, cache copies).
 
     Args:
         op: the op.

@@ -1,4 +1,4 @@
-"""Ops -> costs on a typical board: fitted regressors where there are any, the roofline elsewhere."""
+"""Ops -> costs on a typical board: regressors where there are any, the roofline elsewhere."""
 
 from __future__ import annotations
 
@@ -94,13 +94,13 @@ class KernelModel:
 
 
 def _rel_se(sd: float, held_out: float, source: Source) -> float:
-    """The regressor's own spread, but away from measured shapes never less than what was seen on held-out groups."""
+    """The regressor's own spread; away from measured shapes at least the held-out error."""
     return float(sd) if source is Source.MEASURED else max(float(sd), held_out)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """Published collective latencies: how time depends on the number of workers, per kernel and size.
+    """Published collective latencies: how time depends on the number of workers.
 
     Attributes:
         workers: counts of the table, ascending.
@@ -113,7 +113,7 @@ class Published:
     latency_s: Mapping[str, NDArray[np.float64]]
 
     def ratio(self, kernel: str, values: float, workers: int, reference: int) -> float:
-        """Time of ``workers`` over time of ``reference`` workers at one message size, log-log interpolated."""
+        """Time with ``workers`` over time with ``reference``, log-log interpolated in the size."""
         table = self.latency_s[kernel]
 
         def log_time(n: int) -> float:
@@ -165,7 +165,7 @@ class CostModelSet(AbstractCostModel):
         return [self._collective(model, op) for op in ops]
 
     def _collective(self, model: KernelModel, op: Op) -> Cost:
-        """Measured worker counts directly; others by the published dependence on the number of workers."""
+        """Measured worker counts directly; others by the published dependence on the count."""
         known = {int(key[1][1]) for key in model.measured}
         workers = int(op.sizes["workers"])
         if workers in known or self.published is None:

@@ -1,4 +1,4 @@
-"""The datasheet model: what is said where nothing was measured, with an interval wide enough to be honest."""
+"""The datasheet model: what is said where nothing was measured, with an honest, wide interval."""
 
 from __future__ import annotations
 

@@ -15,15 +15,22 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+# The matrices here have a few hundred rows: a second BLAS thread only spins, on a loaded machine
+# for seconds. Set before NumPy is first imported, and only where the user said nothing.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 from energylens import __version__
 from energylens.errors import EnergyLensError, SpecError
 from energylens.spec.system import Config, Mode, Parallelism, Phase, Workload
+from energylens.units import BYTES_PER_GB
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from energylens.predict import Catalogue
     from energylens.results import Anchors, Measurement
     from energylens.spec.system import Device as DeviceSheet
+    from energylens.spec.system import Engine as EngineProfile
 
 EXIT_FAILURE, EXIT_INPUT, EXIT_INFEASIBLE, EXIT_INTERRUPTED = 1, 2, 3, 130
 
@@ -47,12 +54,17 @@ app = typer.Typer(
     help="Predict the joules and seconds of LLM inference before anything is deployed.",
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
-Device = Annotated[str, typer.Option(help="Device by name or YAML file.")]
-Engine = Annotated[str, typer.Option(help="Engine profile by name or YAML file.")]
+Device = Annotated[
+    str, typer.Option(help="Device by name (`energylens list devices`) or YAML file.")
+]
+Engine = Annotated[
+    str, typer.Option(help="Engine profile by name (`energylens list engines`) or YAML file.")
+]
 Bundles = Annotated[
     list[Path] | None,
     typer.Option("--bundle", help="Calibration bundle to use instead of the shipped ones."),
@@ -62,7 +74,10 @@ AnchorFiles = Annotated[
     typer.Option("--anchor", help="Anchor file of the boards or the host; repeatable."),
 ]
 Without = Annotated[
-    str | None, typer.Option(help="Composition laws to leave out, joined by commas (cap,host).")
+    str | None,
+    typer.Option(
+        help="Composition laws to leave out, joined by commas: cap, host, straggler, gap."
+    ),
 ]
 
 
@@ -84,8 +99,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         extra = _EXTRAS.get((error.name or "").partition(".")[0])
         if extra is None:
             return _unexpected(error)
-        text = f"{error.name} is not installed; pip install 'energylens[{extra}]'"
+        text = f"{error.name} is not installed; pip install '.[{extra}]' in the checkout"
         return _fail("error", text, EXIT_INPUT)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return _fail("error", f"{where}{error.strerror or error}", EXIT_INPUT)
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", "what was measured so far is kept", EXIT_INTERRUPTED)
     except Exception as error:  # noqa: BLE001 - the edge of the process: no traceback gets out
@@ -140,7 +158,10 @@ def _root(
 
 @app.command()
 def predict(
-    spec: Annotated[str, typer.Argument(help="Model by name (`energylens list specs`) or file.")],
+    spec: Annotated[
+        str,
+        typer.Argument(metavar="SPEC", help="Model by name (`energylens list specs`) or file."),
+    ],
     phase: Annotated[str, typer.Option(help="prefill, decode, request, or all.")] = "all",
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
     prompt_len: Annotated[int, typer.Option(help="Prompt tokens of each sequence.")] = 1024,
@@ -188,9 +209,11 @@ def predict(
     parallelism = _parallelism(gpus=gpus, tp=tp, ep=ep, pp=pp, dp=dp, replicas=replicas)
     model, profile, board = (
         catalogue.spec(spec),
-        catalogue.engine(engine),
+        _engine(catalogue, engine, f"energylens predict {spec}"),
         catalogue.device(device),
     )
+    anchors = _load_anchors(anchor)
+    _check_anchors(anchors, board.name)
     result = predict(
         model,
         engine=profile,
@@ -202,7 +225,7 @@ def predict(
         ),
         workload=workload,
         bundles=catalogue.bundles(board, profile),
-        anchors=_load_anchors(anchor),
+        anchors=anchors,
         phases=_phases(phase),
         without=_laws(without),
         link=catalogue.link(board, parallelism.gpus),
@@ -226,7 +249,9 @@ def predict(
 
 @app.command()
 def validate(
-    truth: Annotated[list[Path], typer.Argument(help="One or more truth CSV files.")],
+    truth: Annotated[
+        list[Path], typer.Argument(metavar="TRUTH...", help="One or more truth CSV files.")
+    ],
     by: Annotated[
         str | None, typer.Option(help="Fields that make groups, e.g. engine,phase,spec,tp.")
     ] = None,
@@ -271,8 +296,8 @@ def list_known(
     kinds = ("specs", "devices", "engines", "clusters", "bundles")
     chosen = kinds if kind is None else (_choice("list", kind, {k: k for k in kinds}),)
     catalogue = Catalogue()
-    names = {k: catalogue.list(k) for k in chosen}
-    _show(listing_document(names) if as_json else listing_table(names))
+    known = {k: {n: _describe(catalogue, k, n) for n in catalogue.list(k)} for k in chosen}
+    _show(listing_document(known) if as_json else listing_table(known))
 
 
 @app.command()
@@ -367,7 +392,11 @@ def _fit(
         published=load_published(table, device.name) if table.exists() else None,
     )
     write_atomically(bundle_file, dump_bundle(bundle))
-    return {**asdict(load_bundle(bundle_file).ref), **asdict(quality)}
+    steps = [
+        {"step": label, "latency_error_pct": latency, "energy_error_pct": energy}
+        for label, (latency, energy) in quality.mixes.items()
+    ]
+    return {**asdict(load_bundle(bundle_file).ref), **asdict(quality), "mixes": steps}
 
 
 def _show(result: Mapping[str, Any] | RenderableType) -> None:
@@ -376,13 +405,19 @@ def _show(result: Mapping[str, Any] | RenderableType) -> None:
         result = json.dumps(result, indent=2, allow_nan=False)
     if not isinstance(result, str):
         from rich.console import Console
+        from rich.measure import Measurement as Extent
 
-        # Folded columns are worse than long lines where nobody looks at a terminal.
-        width = None if sys.stdout.isatty() else 160
-        console = Console(width=width, highlight=False, markup=False, emoji=False)
+        def console_of(width: int | None) -> Console:
+            return Console(width=width, highlight=False, markup=False, emoji=False)
+
+        wide = console_of(1000)
+        needed = Extent.get(wide, wide.options, result).minimum
+        console = console_of(None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160)
+        if needed > console.width:  # a row that runs on is easier to read than one cut to pieces
+            console = console_of(needed)
         with console.capture() as text:
             console.print(result)
-        result = text.get().rstrip("\n")
+        result = "\n".join(line.rstrip() for line in text.get().splitlines())
     try:
         sys.stdout.write(f"{result}\n")
         sys.stdout.flush()
@@ -452,6 +487,61 @@ def _load_anchors(paths: Sequence[Path] | None) -> Anchors | None:
     from energylens.anchors import load_anchors
 
     return load_anchors(*paths)
+
+
+def _check_anchors(anchors: Anchors | None, device: str) -> None:
+    for board in anchors.boards if anchors else ():
+        if board.device != device:
+            raise SpecError(
+                f"--anchor: board {board.board_uuid} is of {board.device}, but --device is "
+                f"{device}; give anchors of that device"
+            )
+
+
+def _engine(catalogue: Catalogue, name: str, command: str) -> EngineProfile:
+    """The engine profile; where there is none, the error ends with a command that works."""
+    try:
+        return catalogue.engine(name)
+    except SpecError as error:
+        if Path(name).exists():
+            raise
+        known = catalogue.list("engines")[0]
+        raise SpecError(f"{error}; try `{command} --engine {known}`") from None
+
+
+def _describe(catalogue: Catalogue, kind: str, name: str) -> str:
+    """One line about a shipped spec, device, engine, cluster or bundle."""
+    from energylens.cost.bundle import load_bundle
+    from energylens.lower.memory import parameters
+    from energylens.spec.load import data_dir, load_cluster
+
+    if kind == "specs":
+        spec = catalogue.spec(name)
+        layers = sum(b.repeat for b in spec.blocks if b.repeat > 1)
+        size = f"{parameters(spec) / 1e9:.3g} B parameters, {layers} layers"
+        return f"{size}, {spec.precision.weights}; {spec.source}"
+    if kind == "devices":
+        d = catalogue.device(name)
+        return (
+            f"{d.memory_bytes / BYTES_PER_GB:.3g} GB, "
+            f"{d.memory_bandwidth_bytes_s / 1e12:.3g} TB/s, "
+            f"{d.peak_flops['bf16'] / 1e12:.3g} TFLOP/s bf16, {d.power_limit_w:g} W; "
+            + ("calibrated" if catalogue.bundles(d, catalogue.engine("hf")) else "datasheet only")
+        )
+    if kind == "engines":
+        engine = catalogue.engine(name)
+        modes = ", ".join(f"{phase} {mode}" for phase, mode in engine.modes.items())
+        return f"{engine.version}; default modes: {modes}; kernels of provider {engine.provider}"
+    if kind == "clusters":
+        cluster = load_cluster(name)
+        return f"{cluster.gpus} x {cluster.device}" + (
+            f", {cluster.link.name}" if cluster.link else ""
+        )
+    bundle = load_bundle(data_dir("calibration") / "bundles" / f"{name}.json")
+    return (
+        f"{bundle.version}, {len(bundle.boards)} boards at {bundle.power_limit_w:g} W, "
+        f"torch {bundle.versions.get('torch', '-')}, sha256 {bundle.sha256[:12]}"
+    )
 
 
 def _with_anchors(measurement: Measurement, given: Anchors | None) -> Measurement:

@@ -30,17 +30,20 @@ from energylens.errors import CalibrationError
 from energylens.graph import Op
 from energylens.results import BoardAnchor, HostAnchor
 from energylens.spec.system import Device
-from energylens.store import Sample, Store
+from energylens.store import Sample, Store, check_power_limits
 
 Array = NDArray[np.float64]
 
 FEWEST_POINTS = 4
 CAPPED_BELOW = 0.97  # of the maximum clock: the op held the power cap
-# What a handful of boards cannot tell about all boards: never claim a smaller spread (natural logs,
-# watts). The first is that of four other H200s, which drew 569 to 673 W under the same stream.
-FLOOR = Spread(memory_power=0.09, compute_power=0.03, memory_time=0.01, idle_w=4.0)
+# What a handful of boards cannot tell about all boards, the less so as boards of one host are
+# alike: never claim a smaller spread (natural logs, watts). Four other H200s drew 569 to 673 W
+# under the same stream; pairs of boards differed by 3 to 5 % in the clock that they held at the
+# cap, which is a deviation of 2.5 % for one, and twice that in power.
+FLOOR = Spread(memory_power=0.09, compute_power=0.05, memory_time=0.01, idle_w=4.0)
 LAYER = " layer "  # in the label of a mix that is a layer of a model, not a duty cycle
 HELD_ABOVE = 0.93  # of the limit: a lower mean is not the cap's doing
+REPEAT_SD, LEAST_REPEAT_SD = (0.01, 0.02), (0.004, 0.01)  # of latency and power, natural logs
 IDLE_SD_W = 2.5  # idle moves by a few watts with the temperature of the board
 MIN_POWER_W = 1.0  # an op that draws less above idle than this drew nothing that the meter can tell
 
@@ -113,7 +116,7 @@ def fit_bundle(
     models: dict[str, KernelModel] = {}
     for _ in range(2):  # the laws shape the regressors' targets, and the regressors the laws
         models = {
-            k: _fit_kernel(k, s, data, laws)
+            k: _fit_kernel(k, s, data, laws, models.get(k))
             for k, s in sorted(data.ops.items())
             if len(s) >= FEWEST_POINTS
         }
@@ -195,23 +198,13 @@ def _circumstances(
 ) -> tuple[float, Mapping[str, BoardAnchor]]:
     """Power limit of all runs, and the mean anchor of each board."""
     anchors: dict[str, list[BoardAnchor]] = defaultdict(list)
-    limits: dict[float, str] = {}
-    for store in stores:
-        for run in store.runs.values():
-            if run.device != device.name:
-                raise CalibrationError(
-                    f"{store.folder}: run {run.run_id} is of {run.device}, not of {device.name}"
-                )
-            if run.power_limit_w is not None:
-                limits.setdefault(round(run.power_limit_w), f"{store.folder}, run {run.run_id}")
-            for a in run.anchors.boards if run.anchors else ():
-                anchors[a.board_uuid].append(a)
-    if len(limits) > 1:
-        (first_w, first), (second_w, second) = list(limits.items())[:2]
-        raise CalibrationError(
-            f"samples of different power limits do not mix: {first_w:.0f} W ({first}) and "
-            f"{second_w:.0f} W ({second}); fit them apart"
-        )
+    runs = [run for store in stores for run in store.runs.values()]
+    check_power_limits(runs, ", ".join(str(s.folder) for s in stores))
+    for run in runs:
+        if run.device != device.name:
+            raise CalibrationError(f"run {run.run_id} is of {run.device}, not of {device.name}")
+        for a in run.anchors.boards if run.anchors else ():
+            anchors[a.board_uuid].append(a)
     if not anchors:
         raise CalibrationError(
             "no run has an anchor; `energylens calibrate` takes one at its start"
@@ -219,7 +212,8 @@ def _circumstances(
     means = {
         u: replace(typical_anchor(a), board_uuid=u, time=a[-1].time) for u, a in anchors.items()
     }
-    return float(next(iter(limits), device.power_limit_w)), means
+    limits = [run.power_limit_w for run in runs if run.power_limit_w is not None]
+    return (limits[0] if limits else device.power_limit_w), means
 
 
 def _why_unused(sample: Sample, anchors: Mapping[str, BoardAnchor]) -> str:
@@ -349,7 +343,7 @@ def _reference(sample: Sample, op: Op, data: _Data, laws: Laws) -> _Reference:
     p = prior(op, data.device)
     compute = min(1.0, laws.compute_scale * p.compute_share)
     f = _clock_ratio(sample, data.device)
-    latency = trial.latency_s * (compute * f + 1.0 - compute)
+    latency = trial.latency_s / (compute / f + 1.0 - compute)
     energy = max(MIN_POWER_W, trial.power_w - own.idle_w) * trial.latency_s / f**laws.eta
     s = shares(op, p, latency, laws.compute_scale)
     time, power = own.ratios(s.compute, s.read, s.dram)
@@ -366,22 +360,47 @@ def _targets(samples: Sequence[Sample], data: _Data, laws: Laws) -> tuple[Array,
     return np.array(t), np.array(p)
 
 
-def _fit_kernel(kernel: str, samples: Sequence[Sample], data: _Data, laws: Laws) -> KernelModel:
+def _fit_kernel(
+    kernel: str, samples: Sequence[Sample], data: _Data, laws: Laws, before: KernelModel | None
+) -> KernelModel:
+    """Regressors of one kernel; hyper-parameters are searched from those of ``before``, if any."""
     x = features([s.op for s in samples], data.device)
     y_t, y_p = _targets(samples, data, laws)
     noise_t = np.array([s.trial.latency_rel_se for s in samples if s.trial])
     noise_p = np.array([_power_noise(s, data, laws) for s in samples])
     model = KernelModel(
         kernel=kernel,
-        latency=_fit_gp(x, y_t, noise_t),
-        power=_fit_gp(x, y_p, noise_p),
+        latency=_fit_gp(x, y_t, noise_t, before.latency if before else None),
+        power=_fit_gp(x, y_p, noise_p, before.power if before else None),
         latency_rel_se=0.0,
         power_rel_se=0.0,
         measured=frozenset(s.op.key for s in samples),
+        keys=tuple(s.op.key for s in samples),
+        latency_repeat_sd=_repeat_sd(samples, y_t, LEAST_REPEAT_SD[0], REPEAT_SD[0]),
+        power_repeat_sd=_repeat_sd(samples, y_p, LEAST_REPEAT_SD[1], REPEAT_SD[1]),
     )
     groups = _groups(x)
     rms = {name: _rms(getattr(model, name).leave_out(groups)) for name in ("latency", "power")}
     return replace(model, latency_rel_se=rms["latency"], power_rel_se=rms["power"])
+
+
+def _repeat_sd(samples: Sequence[Sample], y: Array, least: float, otherwise: float) -> float:
+    """Deviation of a measurement from another one of the same op, on whatever board.
+
+    Args:
+        samples: of one kernel.
+        y: their targets, boards and clocks already taken out, [samples].
+        least: a handful of pairs may agree better than measurements do.
+        otherwise: where too few ops were measured twice.
+    """
+    groups: dict[object, list[float]] = defaultdict(list)
+    for s, value in zip(samples, y, strict=True):
+        groups[s.op.key].append(float(value))
+    twice = [g for g in groups.values() if len(g) > 1]
+    freedom = sum(len(g) - 1 for g in twice)
+    if freedom < FEWEST_POINTS:
+        return otherwise
+    return max(least, math.sqrt(sum(len(g) * float(np.var(g)) for g in twice) / freedom))
 
 
 def _power_noise(sample: Sample, data: _Data, laws: Laws) -> float:
@@ -393,7 +412,7 @@ def _power_noise(sample: Sample, data: _Data, laws: Laws) -> float:
     return math.hypot((trial.power_rel_se or 0.0) * trial.power_w, IDLE_SD_W) / above
 
 
-def _fit_gp(x: Array, y: Array, noise: Array) -> GaussianProcess:
+def _fit_gp(x: Array, y: Array, noise: Array, before: GaussianProcess | None) -> GaussianProcess:
     """Hyper-parameters by maximum likelihood (scikit-learn); evaluated by ours from then on."""
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.gaussian_process import GaussianProcessRegressor
@@ -402,14 +421,16 @@ def _fit_gp(x: Array, y: Array, noise: Array) -> GaussianProcess:
     mean = float(y.mean())
     varying = np.ptp(x, axis=0) > 1e-9
     spans = np.where(varying, np.ptp(x, axis=0), 1.0)
-    kernel = ConstantKernel(0.05, (1e-4, 10.0)) * RBF(
-        np.maximum(1.0, spans / 3), [(0.4, 60.0) if v else (59.0, 60.0) for v in varying]
+    lengths = before.length if before else np.maximum(1.0, spans / 3)
+    signal = before.signal**2 if before else 0.05
+    kernel = ConstantKernel(signal, (1e-4, 10.0)) * RBF(
+        lengths, [(0.4, 60.0) if v else (59.0, 60.0) for v in varying]
     ) + WhiteKernel(1e-3, (1e-5, 0.1))
-    gp = GaussianProcessRegressor(kernel, alpha=noise**2, n_restarts_optimizer=2, random_state=0)
+    gp = GaussianProcessRegressor(
+        kernel, alpha=noise**2, n_restarts_optimizer=0 if before else 2, random_state=0
+    )
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", ConvergenceWarning
-        )  # a bound reached is an answer, not a failure
+        warnings.simplefilter("ignore", ConvergenceWarning)  # a bound reached is an answer
         gp.fit(x, y - mean)
     fitted = gp.kernel_
     return GaussianProcess(
@@ -484,12 +505,26 @@ def _compose(
     return kernel_result(sample.ops, costs, worker, constants)
 
 
+def mix_errors(
+    bundle: Bundle, folders: Sequence[Path], device: Device
+) -> Mapping[str, tuple[float, float]]:
+    """Errors of a bundle on the mixes of some stores, whether it was fitted on them or not.
+
+    Returns:
+        label and board -> (latency, energy) error in percent, as 100 times the log of the ratio.
+    """
+    data, _ = _gather([Store(f) for f in folders], device)
+    seen = replace(data, typical=bundle.typical)
+    return _mix_errors(seen, bundle.kernels, bundle.laws)
+
+
 def _mix_errors(
     data: _Data, models: Mapping[str, KernelModel], laws: Laws
 ) -> dict[str, tuple[float, float]]:
     out = {}
     for s in data.mixes:
-        if s.trial is None or s.trial.power_w is None:
+        known = all(o.kernel in models for o in s.ops)
+        if s.trial is None or s.trial.power_w is None or not known:
             continue
         t, e, _ = _compose(s, data, models, laws)
         measured_e = s.trial.power_w * s.trial.latency_s
@@ -557,12 +592,7 @@ def _retarget(
     model: KernelModel, samples: Sequence[Sample], data: _Data, laws: Laws
 ) -> KernelModel:
     y_t, y_p = _targets(samples, data, laws)
-    latency, power = model.latency, model.power
-    return replace(
-        model,
-        latency=replace(latency, y=y_t, mean=float(y_t.mean())),
-        power=replace(power, y=y_p, mean=float(y_p.mean())),
-    )
+    return replace(model, latency=model.latency.retarget(y_t), power=model.power.retarget(y_p))
 
 
 def _composition_sd(errors: Mapping[str, tuple[float, float]]) -> dict[str, float]:

@@ -60,6 +60,15 @@ def _rows(per_row: float) -> Callable[[Shape], float]:
     return lambda s: per_row * s["rows"] * s["width"]
 
 
+def _rotated(per_value: float) -> Callable[[Shape], float]:
+    """``per_value`` for each value of the queries and keys of the new tokens."""
+
+    def count(s: Shape) -> float:
+        return per_value * s["batch"] * s["new"] * (_head(s, "q_heads") + _head(s, "kv_heads"))
+
+    return count
+
+
 def _collective(kind: Kind, moved: float) -> KernelType:
     return KernelType(
         kind=kind,
@@ -116,11 +125,9 @@ KERNELS: Mapping[str, KernelType] = MappingProxyType(
         "hf_rope": KernelType(
             kind=Kind.ELEMENTWISE,
             dims=("batch", "new", "q_heads", "kv_heads", "head_dim"),
-            flops=lambda s: (
-                3 * s["batch"] * s["new"] * (_head(s, "q_heads") + _head(s, "kv_heads"))
-            ),
-            read=lambda s: s["batch"] * s["new"] * (_head(s, "q_heads") + _head(s, "kv_heads")),
-            write=lambda s: s["batch"] * s["new"] * (_head(s, "q_heads") + _head(s, "kv_heads")),
+            flops=_rotated(3),
+            read=_rotated(1),
+            write=_rotated(1),
         ),
         "hf_silu_mul": KernelType(
             kind=Kind.ELEMENTWISE,
@@ -135,6 +142,36 @@ KERNELS: Mapping[str, KernelType] = MappingProxyType(
             flops=_rows(1),
             read=_rows(2),
             write=_rows(1),
+        ),
+        # vLLM's fused modules: one kernel each, nothing in between touches device memory.
+        "vllm_add_rmsnorm": KernelType(
+            kind=Kind.NORM,
+            dims=("rows", "width"),
+            flops=_rows(5),
+            read=lambda s: 2 * s["rows"] * s["width"] + s["width"],
+            write=_rows(2),
+        ),
+        "vllm_rope": KernelType(
+            kind=Kind.ELEMENTWISE,
+            dims=("batch", "new", "q_heads", "kv_heads", "head_dim"),
+            flops=_rotated(3),
+            read=_rotated(1),
+            write=_rotated(1),
+        ),
+        "vllm_silu_mul": KernelType(
+            kind=Kind.ELEMENTWISE,
+            dims=("rows", "width"),
+            flops=_rows(5),
+            read=_rows(2),
+            write=_rows(1),
+        ),
+        # K and V of the new tokens into their pages.
+        "vllm_kv_write": KernelType(
+            kind=Kind.COPY,
+            dims=("batch", "new", "kv_heads", "head_dim"),
+            flops=_none,
+            read=lambda s: 2 * s["batch"] * s["new"] * _head(s, "kv_heads"),
+            write=lambda s: 2 * s["batch"] * s["new"] * _head(s, "kv_heads"),
         ),
         # Cosine and sine tables, positions and (under capture) the mask: what a step prepares once
         # for all layers.

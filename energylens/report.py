@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import os.path
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from energylens.units import BYTES_PER_GB
 from energylens.validate import Comparison, Summary, Validation, ValidationRow, summarise
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import JustifyMethod, RenderableType
     from rich.table import Table
 
 PREDICTION_SCHEMA = "energylens/prediction/v1"
@@ -39,6 +39,17 @@ _DERIVED = (
     "energy_per_prompt_j",
     "energy_per_token_j",
     "energy_per_request_j",
+)
+_SUMMARY_COLUMNS = (
+    "predicted",
+    "latency\nMAPE",
+    "bias",
+    "covered",
+    "energy\nMAPE",
+    "bias",
+    "covered",
+    "typical\nMAPE",
+    "tau",
 )
 _LIMITERS = {"capped": "power cap", "device": "device", "host": "host"}
 _SMALL_SHARE = 0.01
@@ -99,6 +110,9 @@ def validation_document(validation: Validation) -> dict[str, Any]:
     return {
         "schema": VALIDATION_SCHEMA,
         "rows": [_validation_row(row) for row in validation.rows],
+        "bundles": [
+            asdict(ref) for ref in dict.fromkeys(b for r in validation.rows for b in r.bundles)
+        ],
         "summary": [_summary(summary) for summary in validation.summary],
     }
 
@@ -112,7 +126,7 @@ def prediction_table(prediction: Prediction) -> RenderableType:
         _subject_line(p.spec, p.device, p.engine, p.parallelism, p.workload),
         _headline_table(p),
         memory_line(p.memory),
-        _breakdown_table(p),
+        *_breakdown_tables(p),
         *(f"note: {note}" for note in p.notes),
         _source_line(p),
     )
@@ -141,19 +155,34 @@ def validation_table(validation: Validation) -> RenderableType:
         _summary_table(validation.summary),
         *_reason_lines(validation.rows),
         _rows_table(validation.rows),
+        _sources_line(validation.rows),
     )
 
 
-def listing_document(names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Names of each kind as an ``energylens/list/v1`` document."""
-    return {"schema": LIST_SCHEMA, **{kind: list(known) for kind, known in names.items()}}
+def listing_document(known: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
+    """Names of each kind, and what they are, as an ``energylens/list/v1`` document."""
+    return {
+        "schema": LIST_SCHEMA,
+        **{kind: list(entries) for kind, entries in known.items()},
+        "descriptions": {kind: dict(entries) for kind, entries in known.items()},
+    }
 
 
-def listing_table(names: Mapping[str, Sequence[str]]) -> str:
-    """Names of one kind a line each; of several kinds, with the kind before them."""
-    if len(names) == 1:
-        return "\n".join(*names.values())
-    return "\n".join(f"{kind}: {', '.join(known) or '-'}" for kind, known in names.items())
+def listing_table(known: Mapping[str, Mapping[str, str]]) -> RenderableType:
+    """A line for each name and what it is, under its kind."""
+    from rich.console import Group
+    from rich.padding import Padding
+    from rich.table import Table
+
+    parts: list[RenderableType] = []
+    for kind, entries in known.items():
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        table.add_column(no_wrap=True)
+        table.add_column()
+        for name, text in entries.items():
+            table.add_row(name, text)
+        parts += [f"{kind}:", Padding(table, (0, 0, 0, 2))]
+    return Group(*parts)
 
 
 def doctor_document(diagnosis: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,15 +195,18 @@ def doctor_document(diagnosis: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def doctor_text(document: Mapping[str, Any]) -> str:
-    """What this machine can measure, and what to change, for people."""
+    """What works on this machine, what does not and why, and what to change, for people."""
     found = document["libraries"]
-    libraries = ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in found.items())
+    blockers = document["calibrate_blockers"]
     lines = [
         f"python {document['python']} on {document['platform']}",
-        f"libraries: {libraries}",
-        f"Jetson: {document['tegra'] or 'no'}",
-        f"NVML: {document['nvml_error'] or 'works'}",
+        "predict, validate, list: work",
+        f"calibrate: {'no, ' + '; '.join(blockers) if blockers else 'works'}",
+        "libraries: "
+        + ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in found.items()),
     ]
+    if document["tegra"]:
+        lines.append(f"Jetson: {document['tegra']}")
     for board in document["devices"]:
         hidden = "" if board["uuid"] in document["visible"] else ", hidden from CUDA"
         limit = "unknown" if board["power_limit_w"] is None else f"{board['power_limit_w']:g} W"
@@ -184,23 +216,54 @@ def doctor_text(document: Mapping[str, Any]) -> str:
                 detail = sensor["reason"] or sensor["scope"]
                 note = f" ({detail})" if detail else ""
                 lines.append(f"  {sensor['sensor']}: {sensor['state']}{note}")
-    return "\n".join([*lines, *(f"hint: {hint}" for hint in document["hints"])])
+    return "\n".join([*lines, *(f"to do: {hint}" for hint in document["hints"])])
 
 
 def facts_text(facts: Mapping[str, Any]) -> str:
-    """A document of facts as indented lines, for people."""
+    """A document of facts as indented lines, lists of like records as aligned columns."""
     return "\n".join(_fact_lines(facts, 0))
 
 
-def _fact_lines(value: Any, depth: int) -> Iterator[str]:
+def _fact_lines(facts: Mapping[str, Any], depth: int) -> Iterator[str]:
     indent = "  " * depth
-    items = value.items() if isinstance(value, Mapping) else enumerate(value)
-    for name, item in items:
-        if isinstance(item, Mapping | list | tuple):
-            yield f"{indent}{name}:" if item else f"{indent}{name}: none"
+    for name, item in facts.items():
+        if name == "schema":
+            continue
+        if isinstance(item, Mapping) and item:
+            yield f"{indent}{name}:"
             yield from _fact_lines(item, depth + 1)
-        elif name != "schema":
+        elif isinstance(item, list | tuple) and item and isinstance(item[0], Mapping):
+            yield f"{indent}{name}:"
+            yield from _record_lines(item, depth + 1)
+        else:
             yield f"{indent}{name}: {_fact(item)}"
+
+
+def _record_lines(records: Sequence[Mapping[str, Any]], depth: int) -> Iterator[str]:
+    """Records with the same plain fields as columns; others one below the other."""
+    columns = list(records[0])
+    if any(
+        list(r) != columns or any(isinstance(v, Mapping | list | tuple) for v in r.values())
+        for r in records
+    ):
+        for record in records:
+            yield from _fact_lines(record, depth)
+        return
+    cells = [columns, *([_fact(value) for value in record.values()] for record in records)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for first, *others in cells:
+        padded = [f"{text:>{width}}" for text, width in zip(others, widths[1:], strict=True)]
+        yield "  ".join(["  " * depth + f"{first:<{widths[0]}}", *padded]).rstrip()
+
+
+def _fact(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Mapping | list | tuple):
+        return ", ".join(map(_fact, value)) or "none"
+    return str(value)
 
 
 def _subject(
@@ -284,14 +347,35 @@ def _summary(summary: Summary) -> dict[str, Any]:
     return {**fields, "group": dict(summary.group)}
 
 
-def _table(title: str, columns: Iterable[str], left: int) -> Table:
-    """A table whose first ``left`` columns hold text, and the others numbers."""
+def _table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    text: Collection[int],
+    wrap: Collection[int] = (),
+) -> Table:
+    """A table whose columns ``text`` hold words, and the others numbers.
+
+    On a narrow terminal only the columns ``wrap`` give way.
+    """
     from rich import box
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(
+        title=title or None,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    cells = list(rows)
     for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i < left else "right", overflow="fold")
+        justify: JustifyMethod = "left" if i in text else "right"
+        longest = max(map(len, [*column.split("\n"), *(row[i] for row in cells)]))
+        table.add_column(column, justify=justify, min_width=None if i in wrap else longest)
+    for row in cells:
+        table.add_row(*row)
     return table
 
 
@@ -308,28 +392,31 @@ def _subject_line(
 
 def _headline_table(p: Prediction) -> Table:
     level = next((f"{100 * r.interval.level:g} %" for r in p.phases.values()), "90 %")
-    table = _table("", ("", "value", f"{level} interval", "limited by"), left=1)
+    rows = []
+    step = p.phases.get(Phase.DECODE)
+    per_token = ("TPOT", p.tpot_s)
+    if p.tpot_s is None and step is not None:
+        per_token = ("decode step", step.latency_s)
     for label, value, unit, phase in (
         ("TTFT", p.ttft_s, "s", Phase.PREFILL),
-        ("TPOT", p.tpot_s, "s", Phase.DECODE),
+        (*per_token, "s", Phase.DECODE),
         ("TTLT", p.ttlt_s, "s", Phase.REQUEST),
         ("J/prompt", p.energy_per_prompt_j, "J", Phase.PREFILL),
         ("J/token", p.energy_per_token_j, "J", Phase.DECODE),
         ("J/request", p.energy_per_request_j, "J", Phase.REQUEST),
     ):
         result = p.phases.get(phase)
-        cells = (_quantity(value, unit), _scaled(result, value, unit), _limiter(result))
-        table.add_row(label, *cells)
-    for name, phase_result in p.phases.items():
-        watts = _quantity(phase_result.mean_power_w, "W")
-        table.add_row(f"W/GPU {name}", watts, "-", _limiter(phase_result))
-    return table
+        if result is not None and value is not None:
+            interval = _scaled(result, value, unit)
+            rows.append((label, _quantity(value, unit), interval, _limiter(result)))
+    for name, result in p.phases.items():
+        watts = _quantity(result.mean_power_w, "W")
+        rows.append((f"W/GPU {name}", watts, "-", _limiter(result)))
+    return _table("", ("", "value", f"{level} interval", "limited by"), rows, text=(0, 3))
 
 
-def _scaled(result: PhaseResult | None, value: float | None, unit: str) -> str:
+def _scaled(result: PhaseResult, value: float, unit: str) -> str:
     """Interval of ``value``, which is proportional to the phase's energy or latency."""
-    if result is None or value is None:
-        return "-"
     interval = result.interval.energy_j if unit == "J" else result.interval.latency_s
     whole = result.energy_j if unit == "J" else result.latency_s
     factor, prefix = _prefix(value, unit)
@@ -337,32 +424,28 @@ def _scaled(result: PhaseResult | None, value: float | None, unit: str) -> str:
     return f"{low} .. {high} {prefix}{unit}"
 
 
-def _limiter(result: PhaseResult | None) -> str:
-    return _LIMITERS.get(result.regime, result.regime) if result else "-"
+def _limiter(result: PhaseResult) -> str:
+    return _LIMITERS.get(result.regime, result.regime)
 
 
-def _breakdown_table(p: Prediction) -> Table:
-    columns = ("phase", "op", "kind", "source", "count", "latency", "energy", "share", "of limit")
-    table = _table("breakdown by energy", columns, left=4)
+def _breakdown_tables(p: Prediction) -> Iterator[Table]:
+    columns = ("op", "source", "count", "latency", "energy", "share", "of limit")
     # A request is the sum of the other two: its rows would only repeat theirs.
-    phases = [name for name in p.phases if name != Phase.REQUEST] or list(p.phases)
-    for phase in phases:
-        rows = _merged([row for row in p.breakdown if row.phase == phase], p.phases[phase])
-        for i, row in enumerate(rows):
-            limit = "-" if row.limit_share is None else f"{100 * row.limit_share:.0f} %"
-            table.add_row(
-                "" if i else phase,
-                row.op,
-                row.kind,
-                str(row.source),
-                str(row.count),
-                _quantity(row.latency_s, "s"),
-                _quantity(row.energy_j, "J"),
-                f"{100 * row.share:.1f} %",
-                limit,
+    for name in [n for n in p.phases if n != Phase.REQUEST] or list(p.phases):
+        lines = _merged([row for row in p.breakdown if row.phase == name], p.phases[name])
+        cells = [
+            (
+                line.op,
+                str(line.source),
+                str(line.count),
+                _quantity(line.latency_s, "s"),
+                _quantity(line.energy_j, "J"),
+                f"{100 * line.share:.1f} %",
+                "-" if line.limit_share is None else f"{100 * line.limit_share:.0f} %",
             )
-        table.add_section()
-    return table
+            for line in lines
+        ]
+        yield _table(f"{name}, by energy", columns, cells, text=(0, 1), wrap=(0,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,7 +453,6 @@ class _Line:
     """A line of the breakdown: one op, twins, or all small ones."""
 
     op: str
-    kind: str
     source: Source
     count: int
     latency_s: float
@@ -392,15 +474,14 @@ def _merged(rows: Sequence[BreakdownRow], phase: PhaseResult) -> list[_Line]:
     lines = [_line(", ".join(r.op for r in group), group) for group in twins.values()]
     lines.sort(key=lambda line: -line.energy_j)
     if small:
-        lines.append(_line(f"{len(small)} smaller", small))
+        lines.append(_line(f"{len(small)} smaller ops", small))
     return lines
 
 
 def _line(op: str, rows: Sequence[BreakdownRow]) -> _Line:
-    kinds, limits = {r.kind.value for r in rows}, {r.limit_share for r in rows}
+    limits = {r.limit_share for r in rows}
     return _Line(
         op=op,
-        kind=kinds.pop() if len(kinds) == 1 else "-",
         source=max(r.source for r in rows),
         count=sum(r.count for r in rows),
         latency_s=math.fsum(r.latency_s for r in rows),
@@ -444,9 +525,10 @@ def _regime_lines(rows: Sequence[ValidationRow]) -> Iterator[str]:
             continue
         yield (
             f"{regime}-bound, {s.n - s.n_unpredicted} of {s.n} rows predicted: "
-            f"latency MAPE {_percent(s.latency_mape_pct)}, covered {_whole(s.latency_coverage_pct)}; "
-            f"energy MAPE {_percent(s.energy_mape_pct)}, covered {_whole(s.energy_coverage_pct)}, "
-            f"as a typical board {_percent(s.energy_typical_mape_pct)}"
+            f"latency MAPE {_percent(s.latency_mape_pct)} "
+            f"({_whole(s.latency_coverage_pct)} in the interval), "
+            f"energy {_percent(s.energy_mape_pct)} ({_whole(s.energy_coverage_pct)}), "
+            f"energy as a typical board {_percent(s.energy_typical_mape_pct)}"
         )
 
 
@@ -463,27 +545,39 @@ def _reason_lines(rows: Sequence[ValidationRow]) -> Iterator[str]:
 def _rows_table(rows: Sequence[ValidationRow]) -> Table:
     predicted = [row for row in rows if row.reason is None]
     prefix = _common_prefix([row.measurement.record_id for row in predicted])
-    columns = ("latency", "predicted", "error", "energy", "predicted", "error", "source")
-    table = _table(
-        "rows (* outside the 90 % interval)",
-        (f"{prefix}..." if prefix else "record", "regime", *columns),
-        left=2,
-    )
-    for row in predicted:
-        table.add_row(
+    cells = [
+        (
             row.measurement.record_id.removeprefix(prefix),
             row.measurement.regime,
             *_compared(row.latency_s, "s"),
             *_compared(row.energy_j, "J"),
-            "-" if row.source is None else str(row.source),
         )
-    return table
+        for row in predicted
+    ]
+    columns = ("regime", "latency", "predicted", "error", "energy", "predicted", "error")
+    return _table(
+        "rows (* outside the 90 % interval)",
+        (f"{prefix}..." if prefix else "record", *columns),
+        cells,
+        text=(0, 1),
+    )
+
+
+def _sources_line(rows: Sequence[ValidationRow]) -> str:
+    """Where the predictions come from, as the last line of every result says."""
+    counts = Counter(row.source for row in rows if row.source is not None)
+    sources = ", ".join(f"{n} {source}" for source, n in sorted(counts.items())) or "none"
+    bundles = dict.fromkeys(ref for row in rows for ref in row.bundles)
+    return f"bundle {_bundle_names(list(bundles))}, rows by weakest source: {sources}"
 
 
 def _common_prefix(names: Sequence[str]) -> str:
     """What all names begin with, up to a dash; nothing for a single one."""
-    shared = os.path.commonprefix(list(names)) if len(names) > 1 else ""
-    return shared[: shared.rfind("-") + 1]
+    if len(names) < 2:
+        return ""
+    first, last = min(names), max(names)
+    same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), 0)
+    return first[: first.rfind("-", 0, same) + 1]
 
 
 def _compared(comparison: Comparison, unit: str) -> tuple[str, str, str]:
@@ -497,30 +591,10 @@ def _compared(comparison: Comparison, unit: str) -> tuple[str, str, str]:
 
 def _summary_table(summaries: Sequence[Summary]) -> Table:
     names = list(dict.fromkeys(name for s in summaries for name in s.group))
-    table = _table(
-        "groups" if names else "",
+    cells = [
         (
-            *(names or [""]),
-            "rows",
-            "predicted",
-            "latency MAPE",
-            "bias",
-            "covered",
-            "energy MAPE",
-            "bias",
-            "covered",
-            "typical MAPE",
-            "tau",
-        ),
-        left=max(1, len(names)),
-    )
-    for s in summaries:
-        group = [str(s.group[name]) for name in names] if s.group else ["all"]
-        table.add_row(
-            *group,
-            *[""] * (len(names) - len(group)),
-            str(s.n),
-            str(s.n - s.n_unpredicted),
+            *(str(s.group.get(name, "" if i else "all")) for i, name in enumerate(names)),
+            f"{s.n - s.n_unpredicted} of {s.n}",
             _percent(s.latency_mape_pct),
             _percent(s.latency_bias_pct, signed=True),
             _whole(s.latency_coverage_pct),
@@ -530,7 +604,10 @@ def _summary_table(summaries: Sequence[Summary]) -> Table:
             _percent(s.energy_typical_mape_pct),
             "-" if s.kendall_tau_energy is None else f"{s.kendall_tau_energy:.3f}",
         )
-    return table
+        for s in summaries
+    ]
+    title = "groups" if names else "all rows"
+    return _table(title, (*names, *_SUMMARY_COLUMNS), cells, text=range(len(names)))
 
 
 def _whole(value: float | None) -> str:

@@ -225,7 +225,8 @@ class Prediction:
 
     def _per_sequence(self, name: str) -> float | None:
         p = self._phase(name)
-        return p.energy_j / self.workload.batch if p else None
+        # Each replica serves a batch of its own, and the energy is that of all of them.
+        return p.energy_j / (self.workload.batch * self.parallelism.replicas) if p else None
 
     @property
     def energy_per_prompt_j(self) -> float | None:

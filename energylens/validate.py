@@ -10,7 +10,15 @@ from types import MappingProxyType
 import numpy as np
 
 from energylens.errors import SpecError
-from energylens.results import Anchors, Infeasible, Measurement, PhaseResult, Prediction, Source
+from energylens.results import (
+    Anchors,
+    BundleRef,
+    Infeasible,
+    Measurement,
+    PhaseResult,
+    Prediction,
+    Source,
+)
 
 Predict = Callable[[Measurement, Anchors | None], Prediction | Infeasible | str]
 """Predicts one measured row for the given boards (None: a typical one), or says why it cannot."""
@@ -62,6 +70,7 @@ class ValidationRow:
     latency_s: Comparison
     energy_j: Comparison
     source: Source | None = None
+    bundles: tuple[BundleRef, ...] = ()
     predicted_regime: str | None = None
     reason: str | None = None
 
@@ -184,6 +193,7 @@ def _row(m: Measurement, predict: Predict, *, ignore_anchors: bool) -> Validatio
         latency_s=compare("latency_s", m.latency_s),
         energy_j=compare("energy_j", m.energy_j),
         source=result.source if result else None,
+        bundles=own.bundles if isinstance(own, Prediction) else (),
         predicted_regime=result.regime if result else None,
         reason=reason,
     )

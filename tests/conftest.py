@@ -143,3 +143,9 @@ def no_debug(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Errors as users see them, whatever the developer's environment asks for."""
     monkeypatch.delenv("ENERGYLENS_DEBUG", raising=False)
     yield
+
+
+@pytest.fixture(autouse=True)
+def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables are as wide as in a wide terminal, whatever the test runner's is."""
+    monkeypatch.setenv("COLUMNS", "160")

@@ -34,6 +34,7 @@ from energylens.bench.board import (
 from energylens.bench.plan import Plan, load_plan, plan_for, split
 from energylens.bench.team import collectives_worker
 from energylens.errors import CalibrationError, MeterError, SpecError, UnsupportedError
+from energylens.lower import valid_tp
 from energylens.meter.base import AbstractMeter, DeviceInfo
 from energylens.spec.load import data_dir, load_device, load_engine, load_spec
 from energylens.spec.model import Spec
@@ -131,6 +132,7 @@ def run(
     if fit_only:
         found = _device_of_samples(request)
         return document | {"device": found.name} | _fitted(request, found, fit)
+    _check(request)  # what the arguments alone can tell, before any hardware is looked for
     machine = machine or Machine()
     meter = machine.meter()
     infos = machine.visible(meter.devices())
@@ -158,6 +160,18 @@ def run(
         reasons = sum((r.invalid for r in reports), Counter[str]())
         raise MeterError(f"no point is valid: {reasons.most_common(1)[0][0]}")
     return document | _fitted(request, found, fit)
+
+
+def _check(request: _Request) -> None:
+    if request.device is not None:
+        load_device(request.device)
+    for spec in request.specs:
+        allowed = valid_tp(spec)
+        if not set(request.tps) & set(allowed):
+            raise UnsupportedError(
+                f"--tp {','.join(map(str, request.tps))}: none of them divides {spec.name}; it "
+                f"allows {', '.join(map(str, allowed))}"
+            )
 
 
 # --------------------------------------------------------------------------- request and machine
@@ -275,7 +289,8 @@ def _provider(name: str, ordinal: int) -> Provider:
     missing = [m for m in ("torch", "transformers") if importlib.util.find_spec(m) is None]
     if missing:
         raise UnsupportedError(
-            f"the {name} provider needs {' and '.join(missing)}; install energylens[gpu]"
+            f"the {name} provider needs {' and '.join(missing)}; `pip install '.[gpu]'` in the "
+            "checkout"
         )
     from energylens.bench.kernels import TorchProvider
 

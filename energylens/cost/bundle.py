@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from energylens.cost.board import Spread
-from energylens.cost.model import CostModelSet, KernelModel, Published
+from energylens.cost.model import CostModelSet, KernelModel, Key, Published
 from energylens.cost.regress import GaussianProcess
 from energylens.errors import CalibrationError
 from energylens.results import BoardAnchor, BundleRef, HostAnchor
@@ -160,6 +161,9 @@ def _kernel_to_json(k: KernelModel) -> dict[str, Any]:
         "power": _gp_to_json(k.power),
         "latency_rel_se": k.latency_rel_se,
         "power_rel_se": k.power_rel_se,
+        "latency_repeat_sd": k.latency_repeat_sd,
+        "power_repeat_sd": k.power_repeat_sd,
+        "keys": [[list(shape), dtype] for _, shape, dtype in k.keys],
         "measured": sorted([list(shape), dtype] for _, shape, dtype in k.measured),
     }
 
@@ -172,10 +176,16 @@ def _kernel_from_json(name: str, d: Mapping[str, Any]) -> KernelModel:
         power=_gp_from_json(d["power"], x),
         latency_rel_se=float(d["latency_rel_se"]),
         power_rel_se=float(d["power_rel_se"]),
-        measured=frozenset(
-            (name, tuple(float(v) for v in shape), dtype) for shape, dtype in d["measured"]
-        ),
+        measured=frozenset(_key(name, entry) for entry in d["measured"]),
+        keys=tuple(_key(name, entry) for entry in d["keys"]),
+        latency_repeat_sd=float(d["latency_repeat_sd"]),
+        power_repeat_sd=float(d["power_repeat_sd"]),
     )
+
+
+def _key(kernel: str, entry: Sequence[Any]) -> Key:
+    shape, dtype = entry
+    return kernel, tuple(float(v) for v in shape), str(dtype)
 
 
 def _content(bundle: Bundle) -> dict[str, Any]:
@@ -244,13 +254,17 @@ def load_bundle(path: Path) -> Bundle:
         found = document.get("schema") if isinstance(document, dict) else type(document).__name__
         raise CalibrationError(f"{path}: schema {found!r} found, {SCHEMA} needed")
     sha256 = document.pop("sha256", None)
-    if sha256 != _digest(document):
+    try:
+        intact = sha256 == _digest(document)
+    except ValueError:  # infinite or not a number: nothing that was ever written
+        intact = False
+    if not intact:
         raise CalibrationError(
             f"{path}: the content does not match its sha256; the file was changed or damaged"
         )
     try:
         return _parse(document, sha256)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CalibrationError(
             f"{path}: a bundle of another version ({error}); calibrate again"
         ) from None
@@ -292,4 +306,4 @@ def _parse(d: Mapping[str, Any], sha256: str) -> Bundle:
 def select(bundles: Sequence[Bundle], device: str, provider: str) -> Bundle | None:
     """The newest bundle of a device and provider, or None."""
     fitting = [b for b in bundles if b.device == device and b.provider == provider]
-    return max(fitting, key=lambda b: b.version, default=None)
+    return max(fitting, key=lambda b: [int(n) for n in re.findall(r"\d+", b.version)], default=None)

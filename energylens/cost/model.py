@@ -6,7 +6,8 @@ import abc
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,14 @@ from energylens.graph import Op
 from energylens.results import Cost, Source
 from energylens.spec.system import Device, Link
 
+Key = tuple[str, tuple[float, ...], str]
+"""Kernel, shape and dtype; see `energylens.graph.Op.key`."""
+
 INTERPOLATED_WITHIN = 1.5  # length scales to the nearest calibrated point
+UNVARIED_REL_SE = 0.1  # of an op that differs in a size that no calibrated point varied
+# Latency and energy of a collective over another number of workers than was measured: by the
+# published ratio of latencies, and without one.
+PUBLISHED_WORKERS_REL_SE, UNKNOWN_WORKERS_REL_SE = (0.15, 0.25), (0.5, 0.5)
 
 
 class AbstractCostModel(abc.ABC):
@@ -45,6 +53,10 @@ class KernelModel:
         latency_rel_se, power_rel_se: root mean square of the held-out errors (whole shape groups
             left out).
         measured: ops (kernel, shape, dtype) that were calibrated as they are.
+        keys: the op of each training point, where a point's own deviation from its neighbours is to
+            be kept: a library's choice of tiles is no noise, and an op that was measured is
+            predicted as it was measured.
+        latency_repeat_sd, power_repeat_sd: how well one measurement repeats, in natural logs.
     """
 
     kernel: str
@@ -52,7 +64,23 @@ class KernelModel:
     power: GaussianProcess
     latency_rel_se: float
     power_rel_se: float
-    measured: frozenset[tuple[str, tuple[float, ...], str]]
+    measured: frozenset[Key]
+    keys: tuple[Key, ...] = ()
+    latency_repeat_sd: float = 0.01
+    power_repeat_sd: float = 0.02
+
+    @cached_property
+    def _own(self) -> Mapping[Key, tuple[float, float, int]]:
+        """Deviation of each measured op from the regressors in log time and power; its points."""
+        if not self.keys:
+            return {}
+        where: dict[Key, list[int]] = defaultdict(list)
+        for i, key in enumerate(self.keys):
+            where[key].append(i)
+        time = self.latency.deviations(list(where.values()), self.latency_repeat_sd)
+        power = self.power.deviations(list(where.values()), self.power_repeat_sd)
+        counts = [len(rows) for rows in where.values()]
+        return dict(zip(where, zip(time, power, counts, strict=True), strict=True))
 
     def costs(
         self, ops: Sequence[Op], device: Device, compute_scale: float, compute_stretch: float
@@ -62,19 +90,30 @@ class KernelModel:
         log_t, sd_t = self.latency.predict(x)
         log_p, sd_p = self.power.predict(x)
         near = self.latency.nearest(x)
+        known = self.latency.x
+        unvaried = (np.ptp(known, axis=0) < 1e-9) & (np.abs(x - known[0]) > 1e-9)
         out = []
         for i, op in enumerate(ops):
             p = prior(op, device)
-            latency = p.latency_s * math.exp(log_t[i])
-            power = p.energy_j / p.latency_s * math.exp(log_p[i])
+            own_t, own_p, points = self._own.get(op.key, (0.0, 0.0, 0))
+            if points:
+                sd_t[i] = self.latency_repeat_sd / math.sqrt(points)
+                sd_p[i] = self.power_repeat_sd / math.sqrt(points)
+            latency = p.latency_s * math.exp(log_t[i] + own_t)
+            power = p.energy_j / p.latency_s * math.exp(log_p[i] + own_p)
             s = shares(op, p, latency, compute_scale)
             latency *= 1.0 + compute_stretch * s.compute
             if op.key in self.measured:
                 source = Source.MEASURED
-            elif near[i] <= INTERPOLATED_WITHIN:
+            elif near[i] <= INTERPOLATED_WITHIN and not unvaried[i].any():
                 source = Source.INTERPOLATED
             else:
                 source = Source.EXTRAPOLATED
+            # A collective's time depends on what runs around it: measured alone is not known.
+            exact = source if not op.type.is_collective else max(source, Source.INTERPOLATED)
+            latency_se = _rel_se(sd_t[i], self.latency_rel_se, exact)
+            if unvaried[i].any():
+                latency_se = math.hypot(latency_se, UNVARIED_REL_SE)
             out.append(
                 Cost(
                     latency_s=latency,
@@ -82,10 +121,9 @@ class KernelModel:
                     compute_share=s.compute,
                     read_share=s.read,
                     dram_share=s.dram,
-                    latency_rel_se=_rel_se(sd_t[i], self.latency_rel_se, source),
+                    latency_rel_se=latency_se,
                     energy_rel_se=math.hypot(
-                        _rel_se(sd_p[i], self.power_rel_se, source),
-                        _rel_se(sd_t[i], self.latency_rel_se, source),
+                        _rel_se(sd_p[i], self.power_rel_se, source), latency_se
                     ),
                     source=source,
                 )
@@ -161,28 +199,31 @@ class CostModelSet(AbstractCostModel):
         if model is None:
             return [roofline(op, self.device, self.link) for op in ops]
         if not ops[0].type.is_collective:
-            return model.costs(ops, self.device, self.compute_scale, self.compute_stretch)
+            return self._own(model, ops)
         return [self._collective(model, op) for op in ops]
 
     def _collective(self, model: KernelModel, op: Op) -> Cost:
         """Measured worker counts directly; others by the published dependence on the count."""
         known = {int(key[1][1]) for key in model.measured}
         workers = int(op.sizes["workers"])
-        if workers in known or self.published is None:
-            return model.costs([op], self.device, self.compute_scale, self.compute_stretch)[0]
+        if workers in known:
+            return self._own(model, [op])[0]
         reference = max(known)
-        same = Op(
-            name=op.name, kernel=op.kernel, shape=(op.shape[0], float(reference)), dtype=op.dtype
-        )
-        cost = model.costs([same], self.device, self.compute_scale, self.compute_stretch)[0]
-        ratio = self.published.ratio(op.kernel, op.shape[0], workers, reference)
-        return Cost(
+        same = replace(op, shape=(op.shape[0], float(reference)))
+        cost = self._own(model, [same])[0]
+        table = self.published
+        ratio, latency_se, energy_se = 1.0, *UNKNOWN_WORKERS_REL_SE
+        if table is not None and op.kernel in table.latency_s:
+            ratio = table.ratio(op.kernel, op.shape[0], workers, reference)
+            latency_se, energy_se = PUBLISHED_WORKERS_REL_SE
+        return replace(
+            cost,
             latency_s=cost.latency_s * ratio,
             energy_j=cost.energy_j * ratio,
-            compute_share=cost.compute_share,
-            read_share=cost.read_share,
-            dram_share=cost.dram_share,
-            latency_rel_se=math.hypot(cost.latency_rel_se, 0.15),
-            energy_rel_se=math.hypot(cost.energy_rel_se, 0.25),
+            latency_rel_se=math.hypot(cost.latency_rel_se, latency_se),
+            energy_rel_se=math.hypot(cost.energy_rel_se, energy_se),
             source=max(cost.source, Source.EXTRAPOLATED),
         )
+
+    def _own(self, model: KernelModel, ops: Sequence[Op]) -> list[Cost]:
+        return model.costs(ops, self.device, self.compute_scale, self.compute_stretch)

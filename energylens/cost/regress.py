@@ -7,7 +7,8 @@ is first used, so that a bundle stays small, readable and independent of any lib
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +35,8 @@ class GaussianProcess:
     length: Array
     signal: float
     mean: float
-    _factor: list[Array] = field(default_factory=list, repr=False, init=False)
+    _inverse: list[Array] = field(default_factory=list, repr=False, init=False)
+    _weights: list[Array] = field(default_factory=list, repr=False, init=False)
 
     def covariance(self, a: Array, b: Array) -> Array:
         """Prior covariance of the points ``a`` [n, features] and ``b`` [m, features], as [n, m]."""
@@ -48,11 +50,19 @@ class GaussianProcess:
         return cov
 
     def _inverse_and_weights(self) -> tuple[Array, Array]:
-        if not self._factor:
+        if not self._inverse:
             k = self.covariance(self.x, self.x) + np.diag(self.noise**2)
-            inverse = np.linalg.inv(np.linalg.cholesky(k))
-            self._factor.extend((inverse, inverse.T @ (inverse @ (self.y - self.mean))))
-        return self._factor[0], self._factor[1]
+            self._inverse.append(np.linalg.inv(np.linalg.cholesky(k)))
+        inverse = self._inverse[0]
+        if not self._weights:
+            self._weights.append(inverse.T @ (inverse @ (self.y - self.mean)))
+        return inverse, self._weights[0]
+
+    def retarget(self, y: Array) -> GaussianProcess:
+        """The same process with other targets [points]; what does not depend on them is kept."""
+        other = replace(self, y=y, mean=float(y.mean()))
+        other._inverse.extend(self._inverse or [self._inverse_and_weights()[0]])
+        return other
 
     def predict(self, x: Array) -> tuple[Array, Array]:
         """Mean and standard deviation of the noise-free target at ``x`` [n, features], each [n]."""
@@ -61,6 +71,21 @@ class GaussianProcess:
         mean = self.mean + cross @ weights
         variance = self.signal**2 - ((cross @ inverse.T) ** 2).sum(axis=1)
         return mean, np.sqrt(np.maximum(variance, 0.0))
+
+    def deviations(self, groups: Sequence[Sequence[int]], repeat_sd: float) -> list[float]:
+        """How far each group of points, taken to be one and the same thing, lies off the process.
+
+        The noise of the points is part real (the thing is as it is), part ``repeat_sd`` (it was
+        measured once); the mean residual is shrunk by their proportion.
+        """
+        residual = self.y - self.predict(self.x)[0]
+        out = []
+        for rows in groups:
+            index = list(rows)
+            real = max(0.0, float(np.mean(self.noise[index] ** 2)) - repeat_sd**2)
+            share = real / (real + repeat_sd**2 / len(index))
+            out.append(share * float(residual[index].mean()))
+        return out
 
     def leave_out(self, groups: NDArray[np.int64]) -> Array:
         """Residuals (target minus prediction) with each group of points left out in turn, [points].

@@ -259,7 +259,8 @@ class _Lowering:
         for block in self._spec.blocks:
             for group in groups(self._spec, self._engine, block):
                 splits = [self._enter(e, block) for e in group.members]
-                self._kernel(group, block, splits)
+                if not all(e.op in self._engine.absorbed for e in group.members):
+                    self._kernel(group, block, splits)
                 for entry, split in zip(group.members, splits, strict=True):
                     self._leave(entry, block, split)
         attention = next((i for i in self._items if isinstance(i, _Attention)), None)

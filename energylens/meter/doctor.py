@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import platform
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,10 @@ from energylens.errors import MeterError
 from energylens.meter.base import AbstractMeter, Capability, DeviceInfo
 from energylens.meter.nvml import NvmlMeter, visible_devices
 
-LIBRARIES = ("torch", "transformers", "sklearn", "pandas", "pynvml", "jtop")
+INSTALL = "pip install '.[{}]' in the checkout of EnergyLens"
+"""How to get an extra."""
+CALIBRATE_LIBRARIES = ("torch", "transformers", "sklearn", "pandas", "pynvml")
+LIBRARIES = (*CALIBRATE_LIBRARIES, "jtop")
 """Optional libraries that are looked for, by import name."""
 _TEGRA_RELEASE = Path("/etc/nv_tegra_release")
 _DEVICE_TREE_MODEL = Path("/proc/device-tree/model")
@@ -33,6 +36,7 @@ class Diagnosis:
         devices: every board; visible: UUIDs of those that CUDA will show.
         visible_error: why ``visible`` is not known, or None.
         capabilities: one row per board and sensor.
+        calibrate_blockers: why `energylens calibrate` cannot run here; empty where it can.
         hints: what to change, one line each, the most important first.
     """
 
@@ -45,6 +49,7 @@ class Diagnosis:
     visible: tuple[str, ...]
     visible_error: str | None
     capabilities: tuple[Capability, ...]
+    calibrate_blockers: tuple[str, ...]
     hints: tuple[str, ...]
 
 
@@ -78,8 +83,9 @@ def diagnose(
         visible = tuple(info.uuid for info in visible_devices(devices, env))
     except MeterError as error:
         visible_error = str(error)
+    lacking = [name for name in CALIBRATE_LIBRARIES if not dict(libraries)[name]]
     hints = [
-        *_machine_hints(tegra, dict(libraries), nvml_error),
+        *_machine_hints(tegra, lacking, dict(libraries)["jtop"], nvml_error),
         *([visible_error] if visible_error else []),
         *(hint for info in devices for hint in _device_hints(info, capabilities)),
     ]
@@ -96,8 +102,21 @@ def diagnose(
         visible=visible,
         visible_error=visible_error,
         capabilities=capabilities,
+        calibrate_blockers=tuple(_calibrate_blockers(lacking, visible, visible_error, nvml_error)),
         hints=tuple(hints),
     )
+
+
+def _calibrate_blockers(
+    lacking: Sequence[str],
+    visible: Sequence[str],
+    visible_error: str | None,
+    nvml_error: str | None,
+) -> Iterator[str]:
+    if nvml_error or not visible:
+        yield nvml_error or visible_error or "no board is visible to CUDA"
+    if lacking:
+        yield f"{', '.join(lacking)} not installed"
 
 
 def _tegra(release: Path, model: Path) -> str | None:
@@ -122,17 +141,15 @@ def _is_importable(name: str) -> bool:
 
 
 def _machine_hints(
-    tegra: str | None, libraries: Mapping[str, bool], nvml_error: str | None
-) -> list[str]:
-    hints = []
-    if tegra and not libraries["jtop"]:
-        hints.append("Jetson reads its power rails: pip install 'energylens[jetson]'")
+    tegra: str | None, lacking: Sequence[str], jtop: bool, nvml_error: str | None
+) -> Iterator[str]:
+    if tegra and not jtop:
+        yield f"Jetson reads its power rails: {INSTALL.format('jetson')}"
     if nvml_error and not tegra:
-        hints.append(nvml_error)
-    lacking = [name for name in ("torch", "sklearn", "pandas") if not libraries[name]]
-    if lacking and not nvml_error:
-        hints.append(f"calibrate needs {', '.join(lacking)}: pip install 'energylens[gpu]'")
-    return hints
+        yield nvml_error
+    if lacking:
+        names = ", ".join(lacking)
+        yield f"on a machine with a GPU, calibrate needs {names}: {INSTALL.format('gpu')}"
 
 
 def _device_hints(info: DeviceInfo, capabilities: tuple[Capability, ...]) -> list[str]:

@@ -411,10 +411,12 @@ def load_engine(name: str) -> Engine:
         (
             "repeat_kv",
             "fusion",
+            "absorbed",
             "collective",
             "tp_replicated",
             "gather_logits",
             "moe_dispatch",
+            "assumed_rel_se",
             "reserve_bytes",
         ),
     )
@@ -424,6 +426,8 @@ def load_engine(name: str) -> Engine:
         optional["repeat_kv"] = tuple(Mode(m) for m in fields["repeat_kv"].choices(Mode))
     if "fusion" in fields:
         optional["fusion"] = tuple(item.texts() for item in fields["fusion"].items())
+    if "absorbed" in fields:
+        optional["absorbed"] = tuple(fields["absorbed"].choices(OPS))
     if "collective" in fields:
         optional["collective"] = fields["collective"].text()
     if "tp_replicated" in fields:
@@ -432,6 +436,8 @@ def load_engine(name: str) -> Engine:
         optional["gather_logits"] = fields["gather_logits"].flag()
     if "moe_dispatch" in fields:
         optional["moe_dispatch"] = fields["moe_dispatch"].choice(("allreduce", "alltoall"))
+    if "assumed_rel_se" in fields:
+        optional["assumed_rel_se"] = fields["assumed_rel_se"].number()
     if "reserve_bytes" in fields:
         optional["reserve_bytes"] = fields["reserve_bytes"].number()
     return Engine(

@@ -103,10 +103,14 @@ class Engine:
             ``kv_append``, ``repeat_kv``, ``prepare`` …) -> kernel.
         repeat_kv: launch modes in which decode copies the KV heads out to all query heads.
         fusion: default fusions by entry names; a spec's own fusion wins.
+        absorbed: spec ops that other kernels of the engine do on the side (a residual addition in
+            the norm that follows it).
         collective: implementation of the collectives (``nccl``).
         tp_replicated: entries that tensor parallelism leaves whole on each worker.
         gather_logits: True where sharded logits are gathered on every worker.
         moe_dispatch: ``allreduce`` or ``alltoall``.
+        assumed_rel_se: relative error to expect of a step because another engine's kernels stand in
+            for this one's own, or its host time is not known; 0 where it was calibrated.
         reserve_bytes: device memory that the engine and the CUDA context take for themselves.
     """
 
@@ -117,10 +121,12 @@ class Engine:
     kernels: Mapping[str, Kernel]
     repeat_kv: tuple[Mode, ...] = ()
     fusion: tuple[tuple[str, ...], ...] = ()
+    absorbed: tuple[str, ...] = ()
     collective: str = "nccl"
     tp_replicated: tuple[str, ...] = ()
     gather_logits: bool = False
     moe_dispatch: str = "allreduce"
+    assumed_rel_se: float = 0.0
     reserve_bytes: float = 0.0
     source: str = ""
 

@@ -1,4 +1,4 @@
-"""Predictions against others' published measurements: read from ../shared, skipped where it is absent."""
+"""Predictions against others' published measurements; skipped where ../shared is absent."""
 
 import csv
 from pathlib import Path

@@ -22,7 +22,7 @@ def test_the_provider_runs_every_kernel_that_its_engine_names() -> None:
 
 def test_collectives_are_run_by_a_team_and_all_else_by_the_provider() -> None:
     computed = {name for name, kernel in KERNELS.items() if not kernel.is_collective}
-    assert set(_BUILDERS) == computed
+    assert set(_BUILDERS) == {name for name in computed if not name.startswith("vllm_")}
     assert set(COLLECTIVES) == set(KERNELS) - computed
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from energylens.cli import main
+from energylens.spec.load import data_dir
 
 MODEL = ("predict", "llama3_8b", "--engine", "hf")
 
@@ -178,6 +179,10 @@ def test_a_degree_that_does_not_divide_is_infeasible_and_names_those_that_do(
         (("predict", "no/such/folder/x.yaml", "--engine", "hf"), "no/such/folder/x.yaml"),
         ((*MODEL, "--device", "h300"), "h200"),
         (("predict", "llama3_8b", "--engine", "hff"), "'hff'"),
+        (
+            ("predict", "llama3_8b", "--engine", "x"),
+            "try `energylens predict llama3_8b --engine hf`",
+        ),
         ((*MODEL, "--phase", "prefil"), "allowed: prefill, decode, request, all"),
         ((*MODEL, "--phase", ""), "allowed: prefill, decode, request, all"),
         ((*MODEL, "--mode", "graph"), "allowed: eager, cuda_graph, serving"),
@@ -230,6 +235,21 @@ def test_an_anchor_file_is_used_and_named_in_the_result(capsys: Capture, tmp_pat
     path.write_text(text, encoding="utf-8")
     document = run_json(capsys, *MODEL, "--anchor", str(path))
     assert document["anchors"]["boards"][0]["board_uuid"] == "GPU-1"
+    assert main([*MODEL, "--anchor", str(path)]) == 0
+    assert "device h200 (anchored GPU-1), " in capsys.readouterr().out.splitlines()[-1]
+    line = error_of(capsys, *MODEL, "--device", "a6000", "--anchor", str(path))
+    assert "--anchor: board GPU-1 is of h200, but --device is a6000" in line
+
+
+SHIPPED_ANCHORS = sorted((data_dir("calibration") / "anchors").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", SHIPPED_ANCHORS, ids=lambda path: path.stem)
+def test_a_shipped_anchor_is_of_the_same_kind_as_the_bundles(capsys: Capture, path: Path) -> None:
+    typical = run_json(capsys, *MODEL, "--phase", "decode")["decode"]["latency_s"]
+    anchored = run_json(capsys, *MODEL, "--phase", "decode", "--anchor", str(path))
+    # Hosts differ by up to 2.4 times; more is another load, not another host.
+    assert 1 / 2.4 < anchored["decode"]["latency_s"] / typical < 2.4
 
 
 def test_an_unexpected_failure_is_one_line_and_exit_code_1(

@@ -53,6 +53,8 @@ FLAGS = {
         "--resume",
         "--fresh",
         "--fit-only",
+        "--blocks",
+        "--nccl-algo",
         "--seed",
         "--json",
     },
@@ -123,8 +125,9 @@ def test_validate_reports_every_row_and_counts_those_without_a_prediction(
 def test_validate_shows_a_table_with_the_reasons(capsys: Capture, truth: Path) -> None:
     assert main(["validate", str(truth)]) == 0
     out, err = capsys.readouterr()
-    assert "not predicted, 1 rows: " in out
-    assert "latency MAPE" in out
+    assert out.startswith("device-bound, 2 of 4 rows predicted: latency MAPE ")
+    assert "not predicted, three: unknown spec 'no_such_model'" in out
+    assert out.strip().splitlines()[-1].startswith("bundle h200/torch ")
     assert err == ""
 
 
@@ -200,7 +203,11 @@ def test_list_names_what_is_known(capsys: Capture, kind: str) -> None:
     assert main(["list", kind, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert main(["list", kind]) == 0
-    assert capsys.readouterr().out.split() == document[kind]
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head == f"{kind}:"
+    # One line for each name; a long description goes on below, further in.
+    assert [line.split()[0] for line in lines if line[2] != " "] == document[kind]
+    assert all(document["descriptions"][kind].values())
 
 
 def test_list_without_a_kind_names_all(capsys: Capture) -> None:
@@ -212,7 +219,9 @@ def test_list_without_a_kind_names_all(capsys: Capture) -> None:
     assert {"h200", "a6000", "jetson_orin_nano"} <= set(document["devices"])
     assert "hf" in document["engines"]
     assert main(["list"]) == 0
-    assert "devices: " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "devices:\n" in out
+    assert "8.03 B parameters, 32 layers, bf16" in out
 
 
 def test_list_refuses_an_unknown_kind(capsys: Capture) -> None:
@@ -228,8 +237,38 @@ def test_doctor_answers_on_any_machine(capsys: Capture) -> None:
     assert capsys.readouterr().out
 
 
+@pytest.mark.parametrize("columns", ["40", "80"])
+def test_a_narrow_terminal_cuts_no_cell(
+    capsys: Capture, truth: Path, monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    for arguments in (
+        ["predict", "llama3_70b", "--engine", "hf", "--tp", "2"],
+        ["validate", str(truth), "--by", "spec,tp,phase,regime"],
+    ):
+        assert main(arguments) == 0
+        assert "…" not in capsys.readouterr().out
+
+
+def test_a_prediction_fits_eighty_columns(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["predict", "llama3_70b", "--engine", "hf", "--tp", "2"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
 def test_calibrate_refuses_degrees_that_are_none(capsys: Capture) -> None:
     assert main(["calibrate", "--for", "llama3_8b", "--tp", "1,x"]) == 2
     assert "--tp: '1,x' found" in capsys.readouterr().err
     assert main(["calibrate", "--minutes", "0"]) == 2
     assert "--minutes" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_or_read_is_one_line(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: object, kind: str) -> None:
+        raise PermissionError(13, "Permission denied", "/somewhere")
+
+    monkeypatch.setattr("energylens.predict.Catalogue.list", refuse)
+    assert main(["list"]) == 2
+    assert capsys.readouterr().err == "energylens: error: /somewhere: Permission denied\n"

@@ -13,6 +13,7 @@ from rich.console import Console, RenderableType
 from energylens.report import (
     doctor_document,
     doctor_text,
+    facts_text,
     infeasible_document,
     prediction_document,
     prediction_table,
@@ -22,11 +23,13 @@ from energylens.report import (
 from energylens.results import (
     Anchors,
     BoardAnchor,
+    BreakdownRow,
     HostAnchor,
     Infeasible,
     Measurement,
     Memory,
     Prediction,
+    Source,
 )
 from energylens.spec.system import Parallelism, Workload
 from energylens.validate import validate
@@ -215,44 +218,131 @@ def test_prediction_table_shows_each_quantity_with_its_interval(
     text = text_of(prediction_table(make_prediction()))
     assert "toy on 2 x h200, engine hf, tp 2: batch 4, prompt 512, generate 11" in text
     lines = {line.split()[0]: line for line in text.splitlines() if line.split()}
-    assert "50 ms" in lines["TTFT"]
-    assert "45 ms .. 55 ms" in lines["TTFT"]
+    assert "50.0 ms" in lines["TTFT"]
+    assert "45.0 .. 55.0 ms" in lines["TTFT"]
     # 6 J a step over a batch of 4, with 10 % on either side.
-    assert "1.5 J" in lines["J/token"]
-    assert "1.35 J .. 1.65 J" in lines["J/token"]
+    assert "1.50 J" in lines["J/token"]
+    assert "1.35 .. 1.65 J" in lines["J/token"]
     assert "memory per GPU: weights 70.00 + KV cache 2.00" in text
     assert "74.00 of 141.00 GB, fits" in text
     assert "gate_up" in text
     assert "75 %" in text
     assert text.rstrip().endswith(
-        "device h200 (a typical board), engine hf, bundle h200/torch 1, "
-        "weakest source: interpolated"
+        "device h200 (typical boards), engine hf, bundle h200/torch 1, weakest source: interpolated"
     )
 
 
-def test_prediction_table_of_one_phase_leaves_the_others_blank(
+def test_prediction_table_of_one_phase_holds_only_its_rows(
     make_prediction: MakePrediction, make_phase: Callable[..., object]
 ) -> None:
     text = text_of(prediction_table(make_prediction({"prefill": make_phase(2e-5, 0.004)})))
     lines = {line.split()[0]: line.split() for line in text.splitlines() if line.split()}
-    assert lines["TTFT"][1:3] == ["20", "µs"]
-    assert lines["TTLT"][1:] == ["-", "-", "-"]
-    assert "1 mJ" in text
+    assert lines["TTFT"][1:3] == ["20.0", "µs"]
+    assert "TTLT" not in text
+    assert "1.00 mJ" in text
 
 
-def test_validation_table_shows_rows_reasons_and_summary(
+def test_a_decode_step_alone_shows_its_latency(
+    make_prediction: MakePrediction, make_phase: Callable[..., object]
+) -> None:
+    text = text_of(prediction_table(make_prediction({"decode": make_phase(0.01, 6.0)})))
+    (line,) = (line for line in text.splitlines() if line.startswith(" decode step"))
+    assert "10.0 ms" in line
+    assert "9.00 .. 11.0 ms" in line
+
+
+def test_the_breakdown_joins_twins_and_small_ops_and_keeps_the_totals(
+    make_prediction: MakePrediction,
+) -> None:
+    p = make_prediction()
+    (row,) = (r for r in p.breakdown if r.phase == "prefill")  # 50 ms, 40 J
+
+    def part(op: str, share: float, **changes: object) -> BreakdownRow:
+        return replace(
+            row, op=op, share=share, energy_j=40 * share, latency_s=0.05 * share, **changes
+        )
+
+    rows = (
+        part("down", 0.3),
+        part("gate", 0.345),
+        part("tiny", 0.005, source=Source.EXTRAPOLATED),
+        part("up", 0.345),
+        part("small", 0.005, limit_share=0.1),
+    )
+    text = text_of(prediction_table(replace(p, breakdown=rows)))
+    start = text.index("prefill, by energy")
+    lines = text[start : text.index("decode, by energy")].splitlines()[4:]
+    twins, down, small = (" ".join(line.split()) for line in lines if line.strip())
+    assert twins == "gate, up interpolated 64 34.5 ms 27.6 J 69.0 % 75 %"
+    assert down == "down interpolated 32 15.0 ms 12.0 J 30.0 % 75 %"
+    assert small == "2 smaller ops extrapolated 64 500 µs 400 mJ 1.0 % -"
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (0, "(typical boards)"),
+        (1, "(1 of 2 boards anchored, anchored host)"),
+        (2, "(anchored b0 and b1, anchored host)"),
+        (3, "(anchored b0 and b1, anchored host)"),
+    ],
+)
+def test_the_last_line_says_whose_boards_are_meant(
+    make_prediction: MakePrediction, given: int, told: str
+) -> None:
+    boards = tuple(
+        BoardAnchor(
+            board_uuid=f"b{i}", device="h200", idle_w=1, stream_w=2, gemm_tflops=3, gemm_w=4
+        )
+        for i in range(given)
+    )
+    anchors = Anchors(boards=boards, host=HostAnchor(launch_us=4.0)) if given else None
+    assert told in text_of(prediction_table(replace(make_prediction(), anchors=anchors)))
+    # Without a calibration, anchors have nothing to stand on and are not used.
+    bare = replace(make_prediction(), anchors=anchors, bundles=())
+    assert "(typical boards)" in text_of(prediction_table(bare))
+
+
+def test_validation_table_shows_summary_groups_reasons_and_rows(
     make_prediction: MakePrediction, make_measurement: Callable[..., Measurement]
 ) -> None:
     result = validate(
-        [make_measurement("first"), make_measurement("second", spec="nope")],
+        [
+            make_measurement("run-a-first"),
+            make_measurement("run-a-second", regime="host"),
+            make_measurement("other", spec="nope"),
+        ],
         lambda m, anchors: "unknown spec 'nope'" if m.spec == "nope" else make_prediction(),
-        by=("phase",),
+        by=("phase", "tp"),
     )
-    text = text_of(validation_table(result))
-    assert "first" in text
-    assert "+20.0 % *" in text  # 5 J measured, 5.4 to 6.6 J predicted
-    assert "not predicted, 1 rows: unknown spec 'nope'" in text
-    assert "phase=decode" in text
+    lines = text_of(validation_table(result)).splitlines()
+    assert lines[0].startswith("device-bound, 1 of 2 rows predicted: latency MAPE 0.0 % (100 %")
+    assert lines[1].startswith("host-bound, 1 of 1 rows predicted: ")
+    cells = [line.split() for line in lines]
+    assert ["decode", "1", "2", "of", "3"] in [c[:5] for c in cells]
+    assert "not predicted, other: unknown spec 'nope'" in lines
+    assert ["run-a-...", "regime"] in [c[:2] for c in cells]
+    (first,) = (c for c in cells if c[:1] == ["first"])
+    assert first[-3:] == ["+20.0", "%", "*"]  # 5 J measured, 5.4 to 6.6 J predicted
+    assert lines[-1] == "bundle h200/torch 1, rows by weakest source: 2 interpolated"
+
+
+@pytest.mark.parametrize(
+    ("facts", "lines"),
+    [
+        ({"schema": "x", "a": None, "b": 1.23456, "c": []}, ["a: -", "b: 1.235", "c: none"]),
+        ({"a": {"b": [1, 2.5]}}, ["a:", "  b: 1, 2.5"]),
+        (
+            {"rows": [{"name": "long", "n": 1}, {"name": "x", "n": 100}]},
+            ["rows:", "  name    n", "  long    1", "  x     100"],
+        ),
+        ({"rows": [{"a": 1}, {"b": {"c": 2}}]}, ["rows:", "  a: 1", "  b:", "    c: 2"]),
+    ],
+)
+def test_facts_are_indented_lines_and_like_records_columns(
+    facts: dict[str, object], lines: list[str]
+) -> None:
+    assert facts_text(facts).splitlines() == lines
 
 
 def test_doctor_says_per_board_what_works_and_why_not() -> None:
@@ -275,6 +365,7 @@ def test_doctor_says_per_board_what_works_and_why_not() -> None:
                     "scope": None,
                 },
             ),
+            "calibrate_blockers": ("no board is visible to CUDA",),
             "hints": ("show the board to CUDA",),
         }
     )
@@ -282,10 +373,10 @@ def test_doctor_says_per_board_what_works_and_why_not() -> None:
     assert document["libraries"] == {"torch": False, "pynvml": True}
     assert doctor_text(document).splitlines() == [
         "python 3.11.7 on Linux",
+        "predict, validate, list: work",
+        "calibrate: no, no board is visible to CUDA",
         "libraries: torch no, pynvml yes",
-        "Jetson: no",
-        "NVML: works",
         "NVIDIA H200 GPU-1, power limit 700 W, hidden from CUDA",
         "  energy: not_supported (old board)",
-        "hint: show the board to CUDA",
+        "to do: show the board to CUDA",
     ]

@@ -1,0 +1,153 @@
+"""Priors by hand, and features that mean the same for fitting and predicting."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from energylens.cost.features import (
+    feature_names,
+    features,
+    launches_of,
+    prior,
+    shares,
+    wave_waste,
+)
+from energylens.graph import KERNELS, Op, make_op
+from energylens.spec.load import load_device
+
+H200 = load_device("h200")
+SIZES = {
+    "batch": 2, "new": 1, "context": 777.0, "q_heads": 32, "kv_heads": 8, "head_dim": 128,
+    "rows": 16, "width": 4096, "m": 16, "n": 4096, "k": 4096, "values": 65536, "workers": 4,
+}  # fmt: skip
+
+
+def sized(kernel: str, **sizes: float) -> Op:
+    known = {d: SIZES[d] for d in KERNELS[kernel].dims}
+    return make_op(kernel, **(known | sizes))
+
+
+def test_prior_of_a_large_gemm_is_its_arithmetic():
+    p = prior(make_op("gemm", m=8192, n=8192, k=8192), H200)
+    compute_s = 2 * 8192**3 / (0.85 * 989.4e12)
+    memory_s = 3 * 8192**2 * 2 / (0.88 * 4.8e12)
+    assert p.compute_s == pytest.approx(compute_s)
+    assert p.memory_s == pytest.approx(memory_s)
+    assert p.latency_s == pytest.approx(1.5e-6 + compute_s)
+    assert p.compute_share == pytest.approx(compute_s**2 / (compute_s**2 + memory_s**2))
+    # 580 W between idle and limit: a tenth for running at all, the rest by how busy the two are.
+    power_w = 580 * (0.1 + (1.6 * compute_s + 0.8 * memory_s) / p.latency_s)
+    assert p.energy_j == pytest.approx(power_w * p.latency_s)
+
+
+def test_prior_of_a_weight_read_is_its_bytes():
+    p = prior(make_op("gemm", m=1, n=28672, k=8192), H200)
+    moved = (8192 + 28672 * 8192 + 28672) * 2
+    assert p.latency_s == pytest.approx(1.5e-6 + moved / (0.88 * 4.8e12))
+    assert p.compute_share < 1e-3
+
+
+def test_elementwise_work_never_scales_with_the_clock():
+    for kernel in ("hf_add", "hf_rmsnorm", "hf_rope", "hf_silu_mul", "hf_kv_concat", "argmax"):
+        p = prior(sized(kernel), H200)
+        assert (p.compute_s, p.compute_share) == (0.0, 0.0)
+
+
+def test_fp8_arithmetic_is_twice_as_fast_and_half_the_bytes():
+    bf16 = make_op("gemm", m=8192, n=8192, k=8192)
+    fast, slow = prior(replace(bf16, dtype="fp8"), H200), prior(bf16, H200)
+    assert slow.compute_s / fast.compute_s == pytest.approx(1978.9 / 989.4)
+    assert slow.memory_s / fast.memory_s == pytest.approx(2.0)
+
+
+def test_a_precision_that_the_device_lacks_computes_as_bf16():
+    bf16 = make_op("gemm", m=8192, n=8192, k=8192)
+    assert prior(replace(bf16, dtype="int4"), H200).compute_s == prior(bf16, H200).compute_s
+
+
+def test_launches_of_a_kernel_are_not_the_engines():
+    op = sized("hf_rmsnorm")
+    assert launches_of(op) == launches_of(replace(op, launches=99)) > 1
+    assert launches_of(sized("gemm")) == 1
+
+
+@pytest.mark.parametrize("kernel", sorted(KERNELS))
+def test_every_kernel_has_a_prior_and_named_finite_features(kernel: str):
+    op = sized(kernel)
+    p, x = prior(op, H200), features([op, op], H200)
+    assert p.latency_s > 0
+    assert p.energy_j > 0
+    assert x.shape == (2, len(feature_names(kernel)))
+    assert np.isfinite(x).all()
+
+
+def test_features_do_not_depend_on_how_often_or_under_which_name_an_op_runs():
+    op = sized("gemm")
+    other = replace(op, name="down", count=32, launches=7)
+    assert (features([op], H200) == features([other], H200)).all()
+
+
+def test_cached_heads_count_over_the_whole_batch():
+    few = sized("attention_decode", batch=8, kv_heads=1, q_heads=4)
+    many = sized("attention_decode", batch=1, kv_heads=8, q_heads=32)
+    assert (features([few], H200) == features([many], H200)).all()
+
+
+def test_contexts_that_start_on_16_bytes_are_marked():
+    names = feature_names("attention_decode_masked")
+    column = names.index("aligned")
+    contexts = (1024, 1025, 1032, 1024.5)
+    ops = [sized("attention_decode_masked", context=c) for c in contexts]
+    assert features(ops, H200)[:, column].tolist() == [1.0, 0.0, 1.0, 0.0]
+
+
+def test_full_waves_of_the_largest_tile_waste_nothing():
+    assert wave_waste(256 * 132, 128, 132) == pytest.approx(0.0)
+    # One more row of tiles starts a second wave for them: half of the device idles.
+    assert wave_waste(256 * 132 + 256, 128, 132) < -0.5
+
+
+SIZE = st.integers(1, 1 << 16)
+
+
+@given(m=SIZE, n=SIZE)
+def test_no_shape_is_better_than_full_waves(m: int, n: int):
+    assert -60 < wave_waste(m, n, 132) <= 1e-12
+
+
+@given(
+    kernel=st.sampled_from(sorted(k for k in KERNELS if not KERNELS[k].is_collective)),
+    slowness=st.floats(0.2, 50.0),
+    scale=st.floats(0.3, 3.0),
+    tokens=st.integers(1, 1 << 14),
+)
+def test_shares_are_parts_of_a_whole(kernel: str, slowness: float, scale: float, tokens: int):
+    grows = next(d for d in ("m", "rows", "new", "context") if d in KERNELS[kernel].dims)
+    sizes = {grows: tokens} | ({"context": tokens} if grows == "new" else {})
+    op = sized(kernel, **{d: v for d, v in sizes.items() if d in KERNELS[kernel].dims})
+    p = prior(op, H200)
+    s = shares(op, p, p.latency_s * slowness, scale)
+    assert 0 <= s.compute <= 1
+    assert 0 <= s.dram <= 1 - s.compute + 1e-12
+    assert 0 <= s.read <= s.dram + s.compute + 1e-12
+    assert s.compute + s.read <= 1 + 1e-12
+    if kernel not in ("gemm", "attention_decode"):
+        assert s.read == 0
+
+
+@given(
+    kernel=st.sampled_from(("gemm", "attention_decode", "hf_add", "hf_rmsnorm", "hf_kv_concat")),
+    tokens=st.integers(1, 1 << 15),
+)
+def test_one_more_token_never_costs_less(kernel: str, tokens: int):
+    grows = next(d for d in ("m", "rows", "context") if d in KERNELS[kernel].dims)
+    less, more = (prior(sized(kernel, **{grows: t}), H200) for t in (tokens, tokens + 1))
+    assert more.latency_s >= less.latency_s
+    assert more.energy_j >= less.energy_j * (1 - 1e-12)
+    assert math.isfinite(more.energy_j)

@@ -74,13 +74,12 @@ class KernelModel:
         """Deviation of each measured op from the regressors in log time and power; its points."""
         if not self.keys:
             return {}
-        where: dict[Key, list[int]] = defaultdict(list)
-        for i, key in enumerate(self.keys):
-            where[key].append(i)
-        time = self.latency.deviations(list(where.values()), self.latency_repeat_sd)
-        power = self.power.deviations(list(where.values()), self.power_repeat_sd)
-        counts = [len(rows) for rows in where.values()]
-        return dict(zip(where, zip(time, power, counts, strict=True), strict=True))
+        number = {key: i for i, key in enumerate(dict.fromkeys(self.keys))}
+        groups = np.array([number[key] for key in self.keys])
+        time = self.latency.deviations(groups, self.latency_repeat_sd).tolist()
+        power = self.power.deviations(groups, self.power_repeat_sd).tolist()
+        points = np.bincount(groups).tolist()
+        return dict(zip(number, zip(time, power, points, strict=True), strict=True))
 
     def costs(
         self, ops: Sequence[Op], device: Device, compute_scale: float, compute_stretch: float

@@ -7,7 +7,6 @@ is first used, so that a bundle stays small, readable and independent of any lib
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -72,20 +71,25 @@ class GaussianProcess:
         variance = self.signal**2 - ((cross @ inverse.T) ** 2).sum(axis=1)
         return mean, np.sqrt(np.maximum(variance, 0.0))
 
-    def deviations(self, groups: Sequence[Sequence[int]], repeat_sd: float) -> list[float]:
+    def deviations(self, groups: NDArray[np.int64], repeat_sd: float) -> Array:
         """How far each group of points, taken to be one and the same thing, lies off the process.
 
         The noise of the points is part real (the thing is as it is), part ``repeat_sd`` (it was
         measured once); the mean residual is shrunk by their proportion.
+
+        Args:
+            groups: number of each point's group, from 0, [points].
+            repeat_sd: standard deviation of a repetition, in the targets' unit.
+
+        Returns:
+            [groups].
         """
-        residual = self.y - self.predict(self.x)[0]
-        out = []
-        for rows in groups:
-            index = list(rows)
-            real = max(0.0, float(np.mean(self.noise[index] ** 2)) - repeat_sd**2)
-            share = real / (real + repeat_sd**2 / len(index))
-            out.append(share * float(residual[index].mean()))
-        return out
+        # At a training point, target minus mean is noise**2 times its weight.
+        residual = self.noise**2 * self._inverse_and_weights()[1]
+        points = np.bincount(groups)
+        real = np.maximum(np.bincount(groups, self.noise**2) / points - repeat_sd**2, 0.0)
+        share = real / (real + repeat_sd**2 / points)
+        return np.asarray(share * np.bincount(groups, residual) / points)
 
     def leave_out(self, groups: NDArray[np.int64]) -> Array:
         """Residuals (target minus prediction) with each group of points left out in turn, [points].

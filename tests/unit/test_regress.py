@@ -48,3 +48,27 @@ def test_far_from_all_points_only_the_prior_is_left(data):
     assert mean[0] == pytest.approx(0.3)
     assert sd[0] == pytest.approx(0.8)
     assert make(x, y).nearest(x[:3]) == pytest.approx(np.zeros(3), abs=1e-6)
+
+
+def test_deviations_are_mean_residuals_shrunk_by_what_repeats(data):
+    x, y = data
+    gp = make(x, y, noise=0.05)
+    residual = y - gp.predict(x)[0]
+    # Noise of 5 %, of which a measurement repeats to 1 %: 0.0024 of 0.0025 are the thing itself.
+    groups = np.arange(25)
+    groups[6] = 5
+    groups[7:] -= 1
+    found = gp.deviations(groups, repeat_sd=0.01)
+    assert found[3] == pytest.approx(residual[3] * 0.0024 / (0.0024 + 0.0001))
+    assert found[5] == pytest.approx(residual[5:7].mean() * 0.0024 / (0.0024 + 0.0001 / 2))
+    assert gp.deviations(groups, repeat_sd=0.05) == pytest.approx(np.zeros(24))
+
+
+def test_other_targets_give_what_a_new_process_would(data):
+    x, y = data
+    other = make(x, y).retarget(y**2)
+    fresh = GaussianProcess(
+        x=x, y=y**2, noise=np.full(25, 0.05), length=np.array([1.5, 0.7]), signal=0.8,
+        mean=float((y**2).mean()),
+    )  # fmt: skip
+    np.testing.assert_allclose(other.predict(x[:5])[0], fresh.predict(x[:5])[0], rtol=1e-9)

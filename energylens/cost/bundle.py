@@ -164,20 +164,21 @@ def _kernel_to_json(k: KernelModel) -> dict[str, Any]:
         "latency_repeat_sd": k.latency_repeat_sd,
         "power_repeat_sd": k.power_repeat_sd,
         "keys": [[list(shape), dtype] for _, shape, dtype in k.keys],
-        "measured": sorted([list(shape), dtype] for _, shape, dtype in k.measured),
+        "measured": sorted([list(shape), dtype] for _, shape, dtype in k.measured - set(k.keys)),
     }
 
 
 def _kernel_from_json(name: str, d: Mapping[str, Any]) -> KernelModel:
     x = np.array(d["x"], dtype=np.float64)
+    keys = tuple(_key(name, entry) for entry in d["keys"])
     return KernelModel(
         kernel=name,
         latency=_gp_from_json(d["latency"], x),
         power=_gp_from_json(d["power"], x),
         latency_rel_se=float(d["latency_rel_se"]),
         power_rel_se=float(d["power_rel_se"]),
-        measured=frozenset(_key(name, entry) for entry in d["measured"]),
-        keys=tuple(_key(name, entry) for entry in d["keys"]),
+        measured=frozenset((*keys, *(_key(name, entry) for entry in d["measured"]))),
+        keys=keys,
         latency_repeat_sd=float(d["latency_repeat_sd"]),
         power_repeat_sd=float(d["power_repeat_sd"]),
     )
@@ -185,7 +186,7 @@ def _kernel_from_json(name: str, d: Mapping[str, Any]) -> KernelModel:
 
 def _key(kernel: str, entry: Sequence[Any]) -> Key:
     shape, dtype = entry
-    return kernel, tuple(float(v) for v in shape), str(dtype)
+    return kernel, tuple(map(float, shape)), str(dtype)
 
 
 def _content(bundle: Bundle) -> dict[str, Any]:

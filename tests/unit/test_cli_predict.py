@@ -153,7 +153,8 @@ def test_a_device_without_a_bundle_answers_from_the_roofline(capsys: Capture) ->
 
 
 def test_a_model_that_does_not_fit_is_infeasible_with_its_memory(capsys: Capture) -> None:
-    assert main(["predict", "llama3_70b", "--engine", "hf", "--json"]) == 3
+    model = ("predict", "llama3_70b", "--engine", "hf", "--batch", "64")
+    assert main([*model, "--json"]) == 3
     out, err = capsys.readouterr()
     document = json.loads(out)
     assert document["feasible"] is False
@@ -161,7 +162,7 @@ def test_a_model_that_does_not_fit_is_infeasible_with_its_memory(capsys: Capture
     assert document["memory"]["fits"] is False
     assert document["memory"]["weights_bytes"] == pytest.approx(141e9, rel=0.01)
     assert err.startswith("energylens: infeasible: ")
-    assert "--tp" in error_of(capsys, "predict", "llama3_70b", "--engine", "hf", code=3)
+    assert "--tp" in error_of(capsys, *model, code=3)
 
 
 def test_a_degree_that_does_not_divide_is_infeasible_and_names_those_that_do(

@@ -111,10 +111,10 @@ def test_activations_hold_the_widest_kernel_and_the_residual() -> None:
     assert m.activations_bytes == act + tokens * 4096 * 2
 
 
-def test_70b_fits_two_h200_but_not_one() -> None:
-    spec = load_spec("llama3_70b")
-    assert not held(spec, tp=1).fits
-    assert held(spec, tp=2).fits
+def test_a_batch_of_70b_fits_two_h200_but_not_one() -> None:
+    spec, batch = load_spec("llama3_70b"), Workload(batch=64)
+    assert not held(spec, tp=1, workload=batch).fits
+    assert held(spec, tp=2, workload=batch).fits
     assert held(spec, tp=2).reserve_bytes == HF.reserve_bytes
     assert held(spec, tp=2).capacity_bytes == H200.memory_bytes
 

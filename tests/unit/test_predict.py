@@ -144,14 +144,18 @@ def test_a_degree_that_does_not_divide_is_infeasible_with_the_reason():
 
 
 def test_what_does_not_fit_is_infeasible_with_numbers_and_what_to_change():
-    result = outcome("llama3_70b")
+    result = outcome("llama3_70b", workload=Workload(batch=64))
     assert isinstance(result, Infeasible)
     assert result.memory is not None
     assert not result.memory.fits
     # 70.55e9 parameters of two bytes.
     assert result.memory.weights_bytes == pytest.approx(141.1e9, rel=0.001)
-    for told in ("141.1 GB", "141.0 GB per GPU", "KV cache", "--tp", "--batch"):
+    for told in ("141.1 GB", "150.8 GB per GPU", "KV cache", "--tp", "--batch"):
         assert told in result.reason
+
+
+def test_a_70b_model_fits_one_board_whose_141_gb_are_143771_mib():
+    assert not isinstance(outcome("llama3_70b"), Infeasible)
 
 
 def test_a_cache_that_does_not_fit_is_infeasible_too():

@@ -147,6 +147,7 @@ def run(
         if machine.is_worker:
             machine.join(request, found)
             return document | {"collectives": str(request.folder(found, f"x{machine.workers}"))}
+        _check_algorithm(request, found, machine)
         document["collectives"] = _start_workers(request, found, machine)
     if set(request.blocks) == {"collectives"} and not anchor:
         return document | _fitted(request, found, fit)
@@ -310,9 +311,30 @@ def _worker_arguments(request: _Request, folder: Path) -> list[str]:
         arguments += ["--spec", spec.path or spec.name]
     if request.nccl_algo:
         arguments += ["--nccl-algo", request.nccl_algo]
+    if not request.resume:
+        arguments.append("--fresh")
     if request.minutes is not None:
         arguments += ["--minutes", str(request.minutes)]
     return arguments
+
+
+def _check_algorithm(request: _Request, device: Device, machine: Machine) -> None:
+    """Refuse to mix collectives of two algorithms in a folder: they are different kernels.
+
+    Raises:
+        CalibrationError: the folder holds another algorithm's.
+    """
+    folder = request.folder(device, f"x{request.gpus}")
+    if not folder.is_dir():
+        return
+    algorithm = request.nccl_algo or machine.environment.get("NCCL_ALGO", "auto")
+    runs = Store(folder).runs.values()
+    others = {a for run in runs if (a := run.versions.get("nccl_algo", algorithm)) != algorithm}
+    if others:
+        raise CalibrationError(
+            f"{folder} holds collectives of NCCL algorithm {', '.join(sorted(others))}, not "
+            f"{algorithm}; give each algorithm a folder of its own (--out)"
+        )
 
 
 def _start_workers(request: _Request, device: Device, machine: Machine) -> str:

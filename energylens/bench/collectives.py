@@ -233,8 +233,8 @@ def measure_everywhere(
 def joint_points(spec: Spec, team: Team) -> tuple[MixPoint, ...]:
     """Layers of a tensor-parallel model on all workers, their all-reduces in place.
 
-    They show what one worker cannot: contention, and stragglers at the power cap. No constant is
-    fitted on them. None where the model does not allow so many workers.
+    They show what one worker cannot: links that stay awake, contention, and stragglers at the
+    power cap. None where the model does not allow so many workers.
     """
     engine = load_engine("hf")
     if team.workers not in valid_tp(spec):
@@ -298,6 +298,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--minutes", type=float, default=4.0, help="stop starting points after this long"
     )
+    parser.add_argument(
+        "--fresh", action="store_true", help="measure again what the folder already holds"
+    )
     parser.add_argument("--nccl-algo", default="", help="NCCL_ALGO of the run, e.g. Ring or Tree")
     options = parser.parse_args(argv)
     if options.nccl_algo:
@@ -310,6 +313,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             seed=options.seed,
             specs=options.spec,
             minutes=options.minutes,
+            resume=not options.fresh,
             node=socket.gethostname(),
         )
     finally:

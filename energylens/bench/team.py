@@ -172,6 +172,7 @@ def measure_collectives(
     seed: int,
     specs: Sequence[str],
     minutes: float,
+    resume: bool = True,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
@@ -188,6 +189,7 @@ def measure_collectives(
         seed: order of the points.
         specs: models whose host times are measured.
         minutes: no point starts later.
+        resume: leave out what the folder already holds.
         clock: monotonic seconds.
         sleep: how to pause, in seconds.
     """
@@ -206,7 +208,9 @@ def measure_collectives(
             recorder = stack.enter_context(meter.recorder(uuids))
             run = _provenance(rig.provider, info, members, started, seed)
             scribe = _Scribe(store, recorder, uuids, run)
-        done: frozenset[str] = team.tell(scribe.store.done if scribe else None)
+        done: frozenset[str] = team.tell(
+            (scribe.store.done if resume else frozenset()) if scribe else None
+        )
         boards: str = team.tell(scribe.boards if scribe else None)
         filler = _run(rig, scribe, limits, rig.filler)
         for op in _shuffled(rig.ops(), seed):
@@ -413,6 +417,7 @@ def collectives_worker(
     seed: int,
     specs: Sequence[str],
     minutes: float,
+    resume: bool,
     node: str,
 ) -> None:
     """`measure_collectives` with torch.distributed and NVML."""
@@ -427,4 +432,5 @@ def collectives_worker(
         seed=seed,
         specs=specs,
         minutes=minutes,
+        resume=resume,
     )

@@ -1,6 +1,7 @@
 import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -346,6 +347,27 @@ def test_several_boards_share_the_plan_after_the_collectives(tmp_path):
     assert len(keys[0] | keys[1]) == 20
     assert len(keys[0] & keys[1]) == 3
     assert len(document["boards"]) == 2
+
+
+def test_a_fresh_run_tells_the_workers(tmp_path):
+    lab = Lab(tmp_path, boards=2)
+    lab.run(gpus=2, blocks=["ops", "collectives"])
+    lab.run(gpus=2, blocks=["collectives"], resume=False)
+    assert ["--fresh" in arguments for _, arguments in lab.torchruns] == [False, True]
+
+
+def test_collectives_of_two_algorithms_are_not_mixed_in_a_folder(tmp_path):
+    lab = Lab(tmp_path, boards=2)
+    folder = lab.out / "samples" / "h200" / "x2"
+    lab.run()  # for its provenance, which stands in for that of a team
+    (own,) = Store(lab.folder(0)).runs.values()
+    with Store(folder) as store:
+        store.begin(replace(own, versions={**own.versions, "nccl_algo": "auto"}))
+    with pytest.raises(CalibrationError, match=r"algorithm auto, not Ring.*--out"):
+        lab.run(gpus=2, nccl_algo="Ring")
+    assert not lab.torchruns
+    lab.run(gpus=2, blocks=["collectives"])
+    assert len(lab.torchruns) == 1
 
 
 def test_collectives_alone_leave_the_boards_alone(tmp_path):

@@ -140,6 +140,13 @@ def test_a_resumed_team_measures_what_is_left(lab, tmp_path):
     assert len(set(ops)) == len(ops) == len(OPS)
 
 
+def test_a_fresh_team_measures_everything_again(lab, tmp_path):
+    collect(lab, tmp_path)
+    rig = collect(lab, tmp_path, resume=False)
+    assert len(rig.ran) == len(OPS)
+    assert sum(s.block == "op" for s in Store(tmp_path).samples) == 2 * len(OPS)
+
+
 def test_a_model_that_cannot_be_sharded_is_skipped_with_its_reason(lab, tmp_path):
     class Rig(FakeRig):
         def host_points(self, spec):

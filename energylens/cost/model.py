@@ -23,6 +23,7 @@ Key = tuple[str, tuple[float, ...], str]
 """Kernel, shape and dtype; see `energylens.graph.Op.key`."""
 
 INTERPOLATED_WITHIN = 1.5  # length scales to the nearest calibrated point
+SAME = 1e-5  # features are stored to seven digits
 UNVARIED_REL_SE = 0.1  # of an op that differs in a size that no calibrated point varied
 # Latency and energy of a collective over another number of workers than was measured: by the
 # published ratio of latencies, and without one.
@@ -70,6 +71,11 @@ class KernelModel:
     power_repeat_sd: float = 0.02
 
     @cached_property
+    def dtypes(self) -> frozenset[str]:
+        """Those that were calibrated."""
+        return frozenset(dtype for _, _, dtype in self.measured)
+
+    @cached_property
     def _own(self) -> Mapping[Key, tuple[float, float, int]]:
         """Deviation of each measured op from the regressors in log time and power; its points."""
         if not self.keys:
@@ -90,7 +96,7 @@ class KernelModel:
         log_p, sd_p = self.power.predict(x)
         near = self.latency.nearest(x)
         known = self.latency.x
-        unvaried = (np.ptp(known, axis=0) < 1e-9) & (np.abs(x - known[0]) > 1e-9)
+        unvaried = (np.ptp(known, axis=0) < SAME) & (np.abs(x - known[0]) > SAME)
         out = []
         for i, op in enumerate(ops):
             p = prior(op, device)
@@ -184,18 +190,19 @@ class CostModelSet(AbstractCostModel):
     def costs(self, ops: Sequence[Op]) -> list[Cost]:
         """See `AbstractCostModel.costs`."""
         out: list[Cost | None] = [None] * len(ops)
-        by_kernel: dict[str, list[int]] = defaultdict(list)
+        groups: dict[tuple[str, str], list[int]] = defaultdict(list)
         for i, op in enumerate(ops):
-            by_kernel[op.kernel].append(i)
-        for kernel, indices in by_kernel.items():
+            groups[op.kernel, op.dtype].append(i)
+        for indices in groups.values():
             batch = [ops[i] for i in indices]
-            for i, cost in zip(indices, self._kernel_costs(kernel, batch), strict=True):
+            for i, cost in zip(indices, self._group_costs(batch), strict=True):
                 out[i] = cost
         return [c for c in out if c is not None]
 
-    def _kernel_costs(self, kernel: str, ops: Sequence[Op]) -> list[Cost]:
-        model = self.kernels.get(kernel)
-        if model is None:
+    def _group_costs(self, ops: Sequence[Op]) -> list[Cost]:
+        """Costs of ops of one kernel and dtype; another dtype runs other kernels."""
+        model = self.kernels.get(ops[0].kernel)
+        if model is None or ops[0].dtype not in model.dtypes:
             return [roofline(op, self.device, self.link) for op in ops]
         if not ops[0].type.is_collective:
             return self._own(model, ops)

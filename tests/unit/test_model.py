@@ -78,8 +78,10 @@ def test_sources_weaken_with_the_distance_to_what_was_measured():
 
 
 def test_only_the_same_precision_was_measured():
-    (cost,) = MODEL.costs([replace(add(16), dtype="fp32")])
-    assert cost.source is not Source.MEASURED
+    other = replace(add(16), dtype="fp32")
+    mine, cost = MODEL.costs([add(16), other])
+    assert mine.source is Source.MEASURED
+    assert cost == roofline(other, H200)
 
 
 def test_name_count_and_launches_do_not_change_what_one_execution_costs():

@@ -8,7 +8,6 @@ that op is predicted on such a board again.
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import math
 import warnings
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 
 from energylens.cost.board import Board, Spread, board, typical_anchor
 from energylens.cost.bundle import Bundle, HostLaw, Laws
-from energylens.cost.features import features, prior, shares
+from energylens.cost.features import feature_names, features, prior, shares
 from energylens.cost.model import CostModelSet, KernelModel, Published
 from energylens.cost.regress import GaussianProcess
 from energylens.errors import CalibrationError
@@ -105,13 +104,15 @@ def fit_bundle(
         device: its datasheet.
         provider: whose kernels ran.
         published: collective latencies over worker counts, to be carried in the bundle.
-        version: of the bundle; today's date by default.
+        version: of the bundle; by default the date of its newest run, so that fitting the same
+            samples again gives the same bundle.
 
     Raises:
-        CalibrationError: no usable samples, no anchors, or different power limits.
+        CalibrationError: no usable samples, no anchors, or runs that do not belong together
+            (devices, providers, power limits, NCCL algorithms).
     """
     stores = [Store(f) for f in folders]
-    data, skipped = _gather(stores, device)
+    data, skipped = _gather(stores, device, provider)
     laws = Laws(cap_fraction=_cap_fraction(data))
     models: dict[str, KernelModel] = {}
     for _ in range(2):  # the laws shape the regressors' targets, and the regressors the laws
@@ -126,7 +127,7 @@ def fit_bundle(
     bundle = Bundle(
         device=device.name,
         provider=provider,
-        version=version or datetime.datetime.now(datetime.UTC).date().isoformat(),
+        version=version or max(r.time for s in stores for r in s.runs.values())[:10],
         power_limit_w=data.limit_w,
         boards=tuple(data.anchors.values()),
         typical=data.typical,
@@ -165,8 +166,10 @@ def _merged_versions(stores: Sequence[Store]) -> Mapping[str, str]:
     return {name: " / ".join(vs) for name, vs in sorted(seen.items())}
 
 
-def _gather(stores: Sequence[Store], device: Device) -> tuple[_Data, Mapping[str, int]]:
-    limit_w, anchors = _circumstances(stores, device)
+def _gather(
+    stores: Sequence[Store], device: Device, provider: str
+) -> tuple[_Data, Mapping[str, int]]:
+    limit_w, anchors = _circumstances(stores, device, provider)
     skipped: dict[str, int] = defaultdict(int)
     ops: dict[str, list[Sample]] = defaultdict(list)
     blocks: dict[str, list[Sample]] = {"mix": [], "host": [], "idle": []}
@@ -194,7 +197,7 @@ def _gather(stores: Sequence[Store], device: Device) -> tuple[_Data, Mapping[str
 
 
 def _circumstances(
-    stores: Sequence[Store], device: Device
+    stores: Sequence[Store], device: Device, provider: str
 ) -> tuple[float, Mapping[str, BoardAnchor]]:
     """Power limit of all runs, and the mean anchor of each board."""
     anchors: dict[str, list[BoardAnchor]] = defaultdict(list)
@@ -203,8 +206,19 @@ def _circumstances(
     for run in runs:
         if run.device != device.name:
             raise CalibrationError(f"run {run.run_id} is of {run.device}, not of {device.name}")
+        if run.provider != provider:
+            raise CalibrationError(
+                f"run {run.run_id} measured {run.provider}'s kernels, not {provider}'s; keep each "
+                "provider's samples in a folder of their own (--out)"
+            )
         for a in run.anchors.boards if run.anchors else ():
             anchors[a.board_uuid].append(a)
+    algorithms = {run.versions["nccl_algo"] for run in runs if "nccl_algo" in run.versions}
+    if len(algorithms) > 1:
+        raise CalibrationError(
+            f"collectives ran with different NCCL algorithms: {', '.join(sorted(algorithms))}; fit "
+            "one at a time, the others' samples in a folder of their own (--out)"
+        )
     if not anchors:
         raise CalibrationError(
             "no run has an anchor; `energylens calibrate` takes one at its start"
@@ -379,7 +393,7 @@ def _fit_kernel(
         latency_repeat_sd=_repeat_sd(samples, y_t, LEAST_REPEAT_SD[0], REPEAT_SD[0]),
         power_repeat_sd=_repeat_sd(samples, y_p, LEAST_REPEAT_SD[1], REPEAT_SD[1]),
     )
-    groups = _groups(x)
+    groups = _groups(kernel, x)
     rms = {name: _rms(getattr(model, name).leave_out(groups)) for name in ("latency", "power")}
     return replace(model, latency_rel_se=rms["latency"], power_rel_se=rms["power"])
 
@@ -445,15 +459,21 @@ def _fit_gp(x: Array, y: Array, noise: Array, before: GaussianProcess | None) ->
     )
 
 
-def _groups(x: Array) -> NDArray[np.int64]:
-    """Shape groups to hold out: points that differ in rows (or context) only are one group.
+# Features that change from step to step of one model, or follow from others.
+_OF_A_STEP = frozenset({"m", "rows", "tokens", "new", "context", "batch"})
+_OF_OTHERS = frozenset({"wave", "aligned", "growth"})
 
-    The wave feature follows from the others and does not count. Where that leaves a single group,
-    each location is one.
+
+def _groups(kernel: str, x: Array) -> NDArray[np.int64]:
+    """Shape groups to hold out: points that differ in a step's sizes only are one group.
+
+    So that the errors are those on the sizes of a model that was not calibrated. Where that leaves
+    fewer than three groups, each location is one.
     """
-    key = x[:, 1:3] if x.shape[1] > 3 else x[:, 1:]
-    _, groups = np.unique(np.round(key, 6), axis=0, return_inverse=True)
-    if len(np.unique(groups)) < 3:
+    names = feature_names(kernel)
+    own = [i for i, n in enumerate(names) if n not in _OF_A_STEP | _OF_OTHERS]
+    _, groups = np.unique(np.round(x[:, own], 6), axis=0, return_inverse=True)
+    if not own or len(np.unique(groups)) < 3:
         _, groups = np.unique(np.round(x, 6), axis=0, return_inverse=True)
     return np.asarray(groups, dtype=np.int64).reshape(-1)
 
@@ -463,7 +483,7 @@ def _rms(values: Array) -> float:
 
 
 def _held_out(model: KernelModel, samples: Sequence[Sample]) -> KernelFit:
-    groups = _groups(model.latency.x)
+    groups = _groups(model.kernel, model.latency.x)
     t, p = model.latency.leave_out(groups), model.power.leave_out(groups)
     return KernelFit(
         kernel=model.kernel,
@@ -513,7 +533,7 @@ def mix_errors(
     Returns:
         label and board -> (latency, energy) error in percent, as 100 times the log of the ratio.
     """
-    data, _ = _gather([Store(f) for f in folders], device)
+    data, _ = _gather([Store(f) for f in folders], device, bundle.provider)
     seen = replace(data, typical=bundle.typical)
     return _mix_errors(seen, bundle.kernels, bundle.laws)
 
@@ -648,6 +668,8 @@ def _fit_host(data: _Data, stores: Sequence[Store]) -> HostLaw | None:
         ]
         launch_s[workers] = float(np.median(per_launch))
         deviations += [math.log(t / launch_s[workers]) for t in per_launch]
+        # Host points launch a step's kernels on tiny tensors: a few watts are those kernels', the
+        # rest is what a board (of several: its links and spinning collectives too) draws meanwhile.
         watts = [w for s in samples if (w := _above_idle_w(s, data)) is not None]
         wait_w[workers] = max(0.0, float(np.mean(watts))) if watts else 0.0
     if not launch_s:

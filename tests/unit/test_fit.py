@@ -437,6 +437,30 @@ def test_samples_of_another_device_are_refused(tmp_path: Path):
         fit(folder)
 
 
+def test_samples_of_another_provider_are_refused(tmp_path: Path):
+    folder = write(tmp_path, adds(), provenance(provider="vllm"))
+    with pytest.raises(CalibrationError, match="vllm's kernels, not torch's"):
+        fit(folder)
+
+
+def test_collectives_of_different_algorithms_are_refused(tmp_path: Path):
+    folders = [
+        write(tmp_path / name, adds(), provenance(versions={"nccl_algo": name}))
+        for name in ("Ring", "Tree")
+    ]
+    with pytest.raises(CalibrationError, match="Ring, Tree"):
+        fit(*folders)
+
+
+def test_a_bundle_is_dated_by_its_newest_run(tmp_path: Path):
+    folders = [
+        write(tmp_path / day, adds(), provenance(time=f"{day}T10:00:00+00:00"))
+        for day in ("2026-03-04", "2026-02-28")
+    ]
+    bundle, _ = fit_bundle(folders, device=H200, provider="torch")
+    assert bundle.version == "2026-03-04"
+
+
 def test_a_folder_without_a_usable_sample_is_refused_with_the_reason(tmp_path: Path):
     folder = write(tmp_path, adds(valid=False, reason="too hot"))
     with pytest.raises(CalibrationError, match=r"no usable samples.*too hot"):

@@ -30,7 +30,16 @@ from energylens.results import (
     Prediction,
     Source,
 )
-from energylens.schedule import LEVEL, Constants, Host, Spreads, StepResult, Worker, step
+from energylens.schedule import (
+    LEVEL,
+    LOWEST_CLOCK,
+    Constants,
+    Host,
+    Spreads,
+    StepResult,
+    Worker,
+    step,
+)
 from energylens.spec.load import (
     data_dir,
     list_resources,
@@ -40,7 +49,17 @@ from energylens.spec.load import (
     load_spec,
 )
 from energylens.spec.model import Spec
-from energylens.spec.system import Config, Device, Engine, Link, Mode, Phase, Step, Workload
+from energylens.spec.system import (
+    Config,
+    Device,
+    Engine,
+    Link,
+    Mode,
+    Parallelism,
+    Phase,
+    Step,
+    Workload,
+)
 
 _T = TypeVar("_T")
 
@@ -63,11 +82,18 @@ _DATA_LATENCY_SD, _DATA_ENERGY_SD = 0.0075, 0.0125
 _WHOLE_STEP_SD = 0.012
 _UNKNOWN_LAUNCH_S = 20e-6
 _UNKNOWN_HOST_REL_SE, _OTHER_HOST_REL_SE, _ANCHORED_HOST_REL_SE = 0.6, 0.35, 0.15
+_OTHER_WORKERS_HOST_REL_SE = 0.15
+# What a board holds under a power limit: as measured, and how far that may be off for each part
+# that another limit differs by, since nothing was measured there.
+_CAP_REL_SE, _OTHER_LIMIT_REL_SE = 0.01, 0.2
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Machine:
-    """Everything that prices a step: cost model, laws, boards and host of one configuration."""
+    """Everything that prices a step: cost model, laws, boards and host of one configuration.
+
+    ``limit_change`` is by how much of the power limit of the calibration the given one differs.
+    """
 
     device: Device
     model: CostModelSet
@@ -75,6 +101,7 @@ class Machine:
     boards: tuple[Board, ...]
     spread: Spread
     cap_w: float
+    limit_change: float
     assumed_rel_se: float
     host: HostLaw | None
     host_anchor: HostAnchor | None
@@ -94,7 +121,7 @@ class Machine:
                 )
             )
         laws, spread = self.laws, self.spread
-        return step(
+        result = step(
             ops,
             costs,
             workers,
@@ -115,11 +142,15 @@ class Machine:
                 energy=math.hypot(
                     laws.energy_sd, _WHOLE_STEP_SD, _DATA_ENERGY_SD, self.assumed_rel_se
                 ),
+                cap=_CAP_REL_SE + _OTHER_LIMIT_REL_SE * self.limit_change,
             ),
             host=self._host(ops),
             mode=mode,
             without=without,
         )
+        if self.limit_change and result.clock < 1.0:
+            return replace(result, source=max(result.source, Source.EXTRAPOLATED))
+        return result
 
     @property
     def _wait_w(self) -> float:
@@ -137,11 +168,13 @@ class Machine:
             )
         n = law.nearest(len(self.boards))
         step_s = launches * law.launch_s[n]
+        # More processes on a host than were measured slow each other's launches down.
+        other = 0.0 if n == len(self.boards) else _OTHER_WORKERS_HOST_REL_SE
         here = self.host_anchor
         if here is None:
             return Host(
                 step_s=step_s,
-                rel_se=math.hypot(_OTHER_HOST_REL_SE, law.rel_se),
+                rel_se=math.hypot(_OTHER_HOST_REL_SE, law.rel_se, other),
                 source=Source.TRANSFERRED,
             )
         ratio = (
@@ -149,11 +182,10 @@ class Machine:
             if here.module_us and law.anchor.module_us
             else here.launch_us / law.anchor.launch_us
         )
-        same = abs(ratio - 1.0) < 1e-9
         return Host(
             step_s=step_s * ratio,
-            rel_se=law.rel_se if same else math.hypot(_ANCHORED_HOST_REL_SE, law.rel_se),
-            source=Source.INTERPOLATED if same else Source.TRANSFERRED,
+            rel_se=math.hypot(_ANCHORED_HOST_REL_SE, law.rel_se, other),
+            source=Source.TRANSFERRED,
         )
 
 
@@ -168,7 +200,8 @@ def machine(
     assumed_rel_se: float = 0.0,
 ) -> Machine:
     """Prices for ``workers`` boards of a device: as anchored, else typical with their spread."""
-    limit = power_limit_w or (bundle.power_limit_w if bundle else device.power_limit_w)
+    measured_w = bundle.power_limit_w if bundle else device.power_limit_w
+    limit = power_limit_w or measured_w
     laws = bundle.laws if bundle else Laws()
     idle_w = bundle.typical.idle_w if bundle else device.idle_w
     spread = bundle.spread if bundle else _UNKNOWN_SPREAD
@@ -186,6 +219,7 @@ def machine(
         boards=boards,
         spread=left,
         cap_w=laws.cap_fraction * limit,
+        limit_change=abs(limit / measured_w - 1.0),
         assumed_rel_se=assumed_rel_se,
         host=bundle.host if bundle else None,
         host_anchor=anchors.host if anchors else None,
@@ -224,13 +258,19 @@ def predict(
         A prediction, or why the configuration cannot run.
 
     Raises:
-        SpecError: the engine has no kernel for an op of the spec.
+        SpecError: the engine has no kernel for an op of the spec, or the power limit is above the
+            device's.
     """
+    if config.power_limit_w is not None and config.power_limit_w > device.power_limit_w:
+        raise SpecError(
+            f"a power limit of {config.power_limit_w:g} W: {device.name} allows up to "
+            f"{device.power_limit_w:g} W"
+        )
     parallelism = config.parallelism
     lowered = lower(spec, engine, parallelism)
     if isinstance(lowered, Infeasible):
         return lowered
-    held = memory(spec, engine, parallelism, workload, device)
+    held = memory(spec, engine, parallelism, workload, device, config.modes)
     if not held.fits:
         gb = {
             k: getattr(held, f"{k}_bytes") / 1e9
@@ -257,6 +297,15 @@ def predict(
     )
     run = _Run(lowered=lowered, machine=priced, config=config, workload=workload, without=without)
     results = {p: run.phase(p) for p in phases}
+    lowest_hz = LOWEST_CLOCK * device.clock_max_hz
+    if any((r.clock_hz or math.inf) <= lowest_hz for r, _ in results.values()):
+        return Infeasible(
+            reason=(
+                f"{device.name} cannot hold {priced.cap_w:.0f} W: even at {lowest_hz / 1e6:.0f} "
+                "MHz this workload draws more; raise --power-limit"
+            ),
+            memory=held,
+        )
     return Prediction(
         spec=spec.name,
         device=device.name,
@@ -269,19 +318,21 @@ def predict(
         source=max(r.source for r, _ in results.values()),
         bundles=(bundle.ref,) if bundle else (),
         anchors=anchors,
-        notes=_notes(bundle, device, engine, anchors, parallelism.tp, priced),
+        notes=_notes(spec, bundle, device, engine, anchors, parallelism, priced),
     )
 
 
 def _notes(
+    spec: Spec,
     bundle: Bundle | None,
     device: Device,
     engine: Engine,
     anchors: Anchors | None,
-    workers: int,
+    parallelism: Parallelism,
     priced: Machine,
 ) -> tuple[str, ...]:
     notes = []
+    workers = parallelism.tp
     if bundle is None:
         notes.append(
             f"no calibration of {device.name} for the {engine.provider} provider: datasheet "
@@ -300,8 +351,12 @@ def _notes(
         notes.append(f"{boards} anchors given for {workers} workers: the first {workers} were used")
     elif 0 < boards < workers:
         notes.append(f"{boards} anchors given for {workers} workers: the others are typical boards")
+    if boards and bundle and parallelism.replicas > 1:
+        notes.append("every replica is predicted on the boards of the first")
+    if spec.overlap:
+        notes.append("overlap of the spec is not priced: collectives and compute take turns")
     limit = bundle.power_limit_w if bundle else device.power_limit_w
-    if abs(priced.cap_w / priced.laws.cap_fraction - limit) > 1.0:
+    if priced.limit_change:
         notes.append(
             f"measured at a power limit of {limit:.0f} W: other limits follow the common-clock law"
         )

@@ -88,7 +88,7 @@ class Spreads:
     memory_time: float
     latency: float
     energy: float
-    cap: float = 0.01
+    cap: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,7 +262,7 @@ def step(
         energy_j=composed.energy_j,
         clock=min(composed.clocks),
         regime="host" if waits else "capped" if capped else "device",
-        parts=_parts(ops, costs, arrays, workers, constants, composed),
+        parts=_parts(ops, costs, arrays, workers, constants, composed, bound),
         interval=_interval(
             ops, costs, arrays, workers, constants, spreads, bound, without, composed
         ),
@@ -277,6 +277,7 @@ def _parts(
     workers: Sequence[Worker],
     constants: Constants,
     composed: _Composed,
+    host: Host | None,
 ) -> tuple[Part, ...]:
     """Each op's part, then what the laws add; they sum up to the step in time and in energy."""
     slow, clock = workers[composed.slowest], composed.clocks[composed.slowest]
@@ -300,7 +301,9 @@ def _parts(
     ]
     weakest = max((c.source for c in costs), default=Source.MEASURED)
 
-    def add(kind: Kind, name: str, latency_s: float, energy_j: float) -> None:
+    def add(
+        kind: Kind, name: str, latency_s: float, energy_j: float, source: Source = weakest
+    ) -> None:
         parts.append(
             Part(
                 op=None,
@@ -309,7 +312,7 @@ def _parts(
                 count=1,
                 latency_s=latency_s,
                 energy_j=energy_j,
-                source=weakest,
+                source=source,
             )
         )
 
@@ -319,7 +322,9 @@ def _parts(
     if gap_s:
         add(Kind.OVERHEAD, "gaps between kernels", gap_s, 0.0)
     if composed.wait_j or composed.latency_s > composed.device_s:
-        add(Kind.WAIT, "wait", composed.latency_s - composed.device_s, composed.wait_j)
+        wait_s = composed.latency_s - composed.device_s
+        source = host.source if host and wait_s > 0 else weakest
+        add(Kind.WAIT, "wait", wait_s, composed.wait_j, source)
     if composed.link_j:
         add(Kind.COLLECTIVE, "links awake", 0.0, composed.link_j)
     add(Kind.IDLE, "idle", 0.0, composed.latency_s * sum(w.idle_w for w in workers))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 from energylens.errors import UnsupportedError
 from energylens.graph import Op
@@ -20,14 +21,20 @@ def parameters(spec: Spec) -> int:
 
 
 def memory(
-    spec: Spec, engine: Engine, parallelism: Parallelism, workload: Workload, device: Device
+    spec: Spec,
+    engine: Engine,
+    parallelism: Parallelism,
+    workload: Workload,
+    device: Device,
+    modes: Mapping[Phase, Mode] = MappingProxyType({}),
 ) -> Memory:
     """Memory of one worker, in bytes.
 
     Weights include replicas (KV heads fewer than workers, entries that the engine does not split).
     The cache is that of the whole batch at its longest context. Activations are an estimate: what
     the widest kernel of the prefill or of the last decode step reads and writes besides weights and
-    cache, plus the residual stream.
+    cache, plus the residual stream. ``modes`` win over the engine's launch modes: captured steps
+    hold other tensors than eager ones.
 
     Raises:
         UnsupportedError: the configuration cannot run at all; `lower` gives the reason as a value.
@@ -44,7 +51,7 @@ def memory(
     return Memory(
         weights_bytes=weights * bytes_per_value(spec.precision.weights),
         kv_cache_bytes=cache * tokens * bytes_per_value(spec.precision.kv_cache),
-        activations_bytes=_activations_bytes(lowered, workload),
+        activations_bytes=_activations_bytes(lowered, workload, {**engine.modes, **modes}),
         reserve_bytes=engine.reserve_bytes,
         capacity_bytes=device.memory_bytes,
     )
@@ -71,8 +78,7 @@ def _weight_values(entry: Entry, sizes: Mapping[str, int]) -> int:
     return values
 
 
-def _activations_bytes(lowered: Lowered, workload: Workload) -> float:
-    modes = lowered.engine.modes
+def _activations_bytes(lowered: Lowered, workload: Workload, modes: Mapping[Phase, Mode]) -> float:
     full = workload.prompt_len + workload.gen_len
     steps = (
         Step.prefill(workload.batch, workload.prompt_len, modes.get(Phase.PREFILL, Mode.EAGER)),

@@ -9,7 +9,7 @@ from energylens.results import Cost, Source
 from energylens.schedule import Constants, Spreads, Worker, kernel_result, step
 
 SPREADS = Spreads(
-    memory_power=0.05, compute_power=0.03, memory_time=0.01, latency=0.02, energy=0.02
+    memory_power=0.05, compute_power=0.03, memory_time=0.01, latency=0.02, energy=0.02, cap=0.01
 )
 costs = st.builds(
     Cost,

@@ -11,7 +11,7 @@ from energylens.lower import memory, parameters
 from energylens.results import Memory
 from energylens.spec.load import load_device, load_engine, load_spec
 from energylens.spec.model import Block, Precision, Spec
-from energylens.spec.system import Parallelism, Workload
+from energylens.spec.system import Mode, Parallelism, Phase, Workload
 
 HF = load_engine("hf")
 H200 = load_device("h200")
@@ -109,6 +109,15 @@ def test_activations_hold_the_widest_kernel_and_the_residual() -> None:
     tokens = 2 * 4096
     act = tokens * 3 * 14336 * 2  # gate, up and their product
     assert m.activations_bytes == act + tokens * 4096 * 2
+
+
+def test_activations_are_those_of_the_launch_modes_meant() -> None:
+    # A captured decode repeats the KV heads of a long cache; an eager one attends to it in place.
+    work = Workload(batch=64, prompt_len=1, gen_len=4096)
+    modes = ({Phase.DECODE: mode} for mode in (Mode.EAGER, Mode.CUDA_GRAPH))
+    eager, captured = (memory(LLAMA, HF, Parallelism(), work, H200, m) for m in modes)
+    assert captured.activations_bytes > eager.activations_bytes
+    assert eager == held(LLAMA, workload=work)
 
 
 def test_a_batch_of_70b_fits_two_h200_but_not_one() -> None:

@@ -14,18 +14,20 @@ from types import MappingProxyType
 
 import pytest
 
-from energylens.errors import CalibrationError
+from energylens.errors import CalibrationError, SpecError
 from energylens.predict import Catalogue, predict, predict_measurement
 from energylens.results import (
     Anchors,
     BoardAnchor,
     HostAnchor,
     Infeasible,
+    Kind,
     Measurement,
     PhaseResult,
     Prediction,
     Source,
 )
+from energylens.spec.model import Overlap
 from energylens.spec.system import Config, Mode, Parallelism, Phase, Workload
 
 CATALOGUE = Catalogue()
@@ -75,6 +77,11 @@ def decode(spec: str = "llama3_8b", **more: object) -> PhaseResult:
 
 def prefill(spec: str = "llama3_8b", **more: object) -> PhaseResult:
     return predicted(spec, phases=(Phase.PREFILL,), **more).phases["prefill"]
+
+
+def latency_width(result: PhaseResult) -> float:
+    low, high = result.interval.latency_s
+    return high / low
 
 
 LARGE = Workload(batch=8, prompt_len=2048)  # a prefill that holds the power cap
@@ -214,8 +221,42 @@ def test_a_lower_power_limit_is_slower_and_draws_less():
     assert powers[-1] <= 400.0
 
 
-def test_a_higher_limit_than_is_reached_changes_nothing():
-    assert decode(captured=True, power_limit_w=900.0) == decode(captured=True, power_limit_w=800.0)
+def test_a_limit_that_is_not_reached_changes_nothing():
+    free = decode(captured=True)
+    assert free.mean_power_w < 500.0
+    assert decode(captured=True, power_limit_w=650.0) == free
+
+
+def test_a_limit_above_the_boards_is_an_error():
+    with pytest.raises(SpecError, match="h200 allows up to 700 W"):
+        predicted(power_limit_w=701.0)
+
+
+def test_a_limit_that_no_clock_holds_is_infeasible():
+    result = outcome(workload=LARGE, power_limit_w=150.0)
+    assert isinstance(result, Infeasible)
+    assert "raise --power-limit" in result.reason
+
+
+def test_a_capped_step_at_another_limit_is_extrapolated_and_less_certain():
+    at, below = (prefill(workload=LARGE, power_limit_w=w) for w in (700.0, 500.0))
+    assert at.source < Source.EXTRAPOLATED <= below.source
+    assert latency_width(below) > 1.05 * latency_width(at)
+
+
+def test_replicas_with_anchors_are_noted():
+    boards = anchored(own_board())
+    assert any("every replica" in n for n in predicted(replicas=2, anchors=boards).notes)
+    assert not any("replica" in n for n in predicted(replicas=2).notes)
+
+
+def test_overlap_is_not_ignored_silently():
+    spec = CATALOGUE.spec("llama3_8b")
+    overlap = Overlap(collective="all_reduce", beside="down", sm=16)
+    on = CATALOGUE.device("h200")
+    result = predict(replace(spec, overlap=(overlap,)), engine=HF, device=on)
+    assert isinstance(result, Prediction)
+    assert any("overlap" in n for n in result.notes)
 
 
 def test_another_power_limit_is_noted():
@@ -312,8 +353,21 @@ def test_a_slower_host_slows_host_bound_steps_in_proportion():
     )
     assert same.regime == twice.regime == "host"
     assert twice.latency_s == pytest.approx(2 * same.latency_s)
-    assert same.source < Source.TRANSFERRED
-    assert twice.source is Source.TRANSFERRED
+    assert same.source is twice.source is Source.TRANSFERRED
+
+
+def test_more_workers_than_the_host_was_measured_with_are_less_certain():
+    (bundle,) = CATALOGUE.bundles(CATALOGUE.device("h200"), HF)
+    assert max(bundle.host.launch_s) == 2
+
+    two, four = (decode(tp=tp) for tp in (2, 4))
+    assert two.regime == four.regime == "host"
+    assert latency_width(four) > 1.01 * latency_width(two)
+
+
+def test_the_wait_for_the_host_names_the_hosts_source():
+    (wait,) = (r for r in predicted(phases=DECODE).breakdown if r.kind is Kind.WAIT)
+    assert wait.source is Source.TRANSFERRED
 
 
 def test_host_time_is_never_transferred_silently():

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from energylens.bench.trial import TrialLimits, Work, measure
+from energylens.bench.trial import AnchorLoad, TrialLimits, measure
 from energylens.errors import MeterError
 from energylens.meter.base import AbstractRecorder
 from energylens.results import BoardAnchor
@@ -23,25 +23,6 @@ IDLE_S, IDLE_SETTLE_S = 3.0, 1.0
 AWAKE_S = 0.5
 LAUNCHING_S, LAUNCHING_SETTLE_S = 2.0, 0.5
 _SETTLE_S, _WINDOW_S = 1.5, 2.5
-
-
-class AnchorLoad(Protocol):
-    """A load of an anchor: its work, and the FLOPs and bytes of one execution."""
-
-    @property
-    def work(self) -> Work:
-        """What runs."""
-        ...
-
-    @property
-    def flops(self) -> float:
-        """FLOPs of one execution."""
-        ...
-
-    @property
-    def bytes(self) -> float:
-        """Bytes read and written by one execution."""
-        ...
 
 
 class AnchorLoads(Protocol):

@@ -28,7 +28,7 @@ from energylens.bench.anchor import (
     recheck,
 )
 from energylens.bench.plan import PlannedPoint
-from energylens.bench.trial import Work, measure
+from energylens.bench.trial import HostPoint, MixPoint, Work, measure
 from energylens.errors import CalibrationError, EnergyLensError, MeterError, UnsupportedError
 from energylens.graph import Op
 from energylens.meter.base import DeviceInfo, Reading
@@ -44,64 +44,6 @@ HEAD_S, MIX_S, TAIL_S = 20.0, 3.5, 30.0
 
 _DRIFT_LIMIT = 0.02
 _MOST_FAILURES = 8
-
-
-class MixPoint(Protocol):
-    """Several ops measured together as one captured graph."""
-
-    @property
-    def label(self) -> str:
-        """Unique name."""
-        ...
-
-    @property
-    def ops(self) -> tuple[Op, ...]:
-        """What one execution stands for."""
-        ...
-
-    @property
-    def mode(self) -> str:
-        """Launch mode that the ops were lowered for."""
-        ...
-
-    @property
-    def build(self) -> Callable[[], Work]:
-        """Makes the work."""
-        ...
-
-
-class HostPoint(Protocol):
-    """An eager step that the host bounds, timed."""
-
-    @property
-    def label(self) -> str:
-        """Unique name."""
-        ...
-
-    @property
-    def ops(self) -> tuple[Op, ...]:
-        """What the step launches."""
-        ...
-
-    @property
-    def step_s(self) -> float:
-        """Median seconds per step."""
-        ...
-
-    @property
-    def spread(self) -> float:
-        """Relative standard deviation of the repeats."""
-        ...
-
-    @property
-    def start_s(self) -> float:
-        """Begin of the repeats, monotonic."""
-        ...
-
-    @property
-    def end_s(self) -> float:
-        """End of the repeats, monotonic."""
-        ...
 
 
 class Provider(AnchorLoads, Protocol):

@@ -25,8 +25,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from energylens.bench.kernels import GraphWork
-from energylens.bench.layer import DecoderLayers, MixPoint, layer_point
-from energylens.bench.trial import TrialLimits, Work, measure
+from energylens.bench.layer import DecoderLayers, layer_point
+from energylens.bench.trial import MixPoint, TrialLimits, Work, measure
 from energylens.errors import MeterError
 from energylens.graph import Op, make_op
 from energylens.lower import valid_tp

@@ -14,18 +14,15 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from energylens.bench.trial import AnchorLoad, HostPoint, MixPoint
 from energylens.errors import UnsupportedError
 from energylens.graph import Op, make_op
 from energylens.results import HostAnchor
 from energylens.spec.model import Spec
-
-if TYPE_CHECKING:
-    from energylens.bench.layer import HostPoint, MixPoint
 
 ROTATE_BYTES = 192e6  # more than three times the 60 MB of an H200's L2
 MAX_NODES = 256
@@ -95,15 +92,6 @@ class GraphWork:
         """Free the graph and its buffers."""
         del self._graph
         self._torch.cuda.empty_cache()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnchorWork:
-    """One load of an anchor with what one execution stands for."""
-
-    work: GraphWork
-    flops: float
-    bytes: float
 
 
 class TorchProvider:
@@ -199,7 +187,7 @@ class TorchProvider:
                     x.add_(0)
                 torch.cuda.synchronize()
 
-    def anchor_work(self, name: str) -> AnchorWork:
+    def anchor_work(self, name: str) -> AnchorLoad:
         """The loads of an anchor.
 
         ``stream`` scales 1 GB in place, ``gemm`` is 8192 cubed, ``gemv`` reads 1 GB of weights at
@@ -216,14 +204,14 @@ class TorchProvider:
                 values = 1 << 29
                 x = maker.normal(values)
                 work = GraphWork([lambda: x.mul_(1.0)], device=self.device)
-                return AnchorWork(work=work, flops=0.0, bytes=2.0 * 2 * values)
+                return AnchorLoad(work=work, flops=0.0, bytes=2.0 * 2 * values)
             if name == "gemm":
                 op = make_op("gemm", m=8192, n=8192, k=8192)
             elif name == "gemv":
                 op = make_op("gemm", m=1, n=65536, k=8192)
             else:
                 raise UnsupportedError(f"unknown anchor load {name!r}; known: stream, gemm, gemv")
-        return AnchorWork(
+        return AnchorLoad(
             work=self.work(op), flops=op.flops, bytes=op.bytes_read + op.bytes_written
         )
 

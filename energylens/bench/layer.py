@@ -12,10 +12,11 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from energylens.bench.kernels import GraphWork
+from energylens.bench.trial import HostPoint, MixPoint
 from energylens.errors import UnsupportedError
 from energylens.graph import Op, make_op
 from energylens.lower import lower_step, valid_tp
@@ -40,36 +41,6 @@ LAYER_STEPS = (
     Step.decode(16, 1025, Mode.CUDA_GRAPH),
     Step.decode(64, 2049, Mode.CUDA_GRAPH),
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixPoint:
-    """A mix to measure: its label, the ops that one execution stands for, and how to build it."""
-
-    label: str
-    ops: tuple[Op, ...]
-    mode: Mode
-    build: Callable[[], GraphWork]
-    footprint_bytes: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostPoint:
-    """Eager forwards that wait for the host.
-
-    Attributes:
-        label: model, phase, layers and workers.
-        ops: what one forward launches, as the lowering counts it.
-        step_s: median seconds of a forward; spread: relative standard deviation of the repeats.
-        start_s, end_s: window of the repeats on the monotonic clock, for the meter.
-    """
-
-    label: str
-    ops: tuple[Op, ...]
-    step_s: float
-    spread: float
-    start_s: float
-    end_s: float
 
 
 def layer_ops(

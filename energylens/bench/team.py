@@ -23,8 +23,6 @@ from energylens.bench import collectives, layer
 from energylens.bench.anchor import Session, measure_anchor, window_trial
 from energylens.bench.board import (
     DATA,
-    HostPoint,
-    MixPoint,
     Provider,
     board_facts,
     host_facts,
@@ -33,7 +31,7 @@ from energylens.bench.board import (
     versions,
 )
 from energylens.bench.kernels import TorchProvider
-from energylens.bench.trial import TrialLimits, Work
+from energylens.bench.trial import HostPoint, MixPoint, TrialLimits, Work
 from energylens.errors import UnsupportedError
 from energylens.graph import Op
 from energylens.meter.base import AbstractMeter, AbstractRecorder, DeviceInfo

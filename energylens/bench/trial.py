@@ -32,12 +32,14 @@ from typing import Protocol
 
 import numpy as np
 
+from energylens.graph import Op
 from energylens.meter.base import AbstractRecorder
 from energylens.meter.window import INVALID_FLAGS, THROTTLING, Reading
+from energylens.spec.system import Mode
 from energylens.store import Trial
 from energylens.units import HZ_PER_MHZ
 
-__all__ = ["Trial", "TrialLimits", "Work", "measure"]
+__all__ = ["AnchorLoad", "HostPoint", "MixPoint", "Trial", "TrialLimits", "Work", "measure"]
 
 POWER_CAPPED = "power_capped"
 NOT_STEADY = "not_steady"
@@ -65,6 +67,44 @@ class Work(Protocol):
     def close(self) -> None:
         """Give the memory back."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnchorLoad:
+    """One load of an anchor: its work, and the FLOPs and bytes moved of one execution."""
+
+    work: Work
+    flops: float
+    bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixPoint:
+    """A mix to measure: its label, the ops that one execution stands for, and how to build it."""
+
+    label: str
+    ops: tuple[Op, ...]
+    mode: Mode
+    build: Callable[[], Work]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostPoint:
+    """Eager forwards that wait for the host.
+
+    Attributes:
+        label: model, phase, layers and workers.
+        ops: what one forward launches, as the lowering counts it.
+        step_s: median seconds of a forward; spread: relative standard deviation of the repeats.
+        start_s, end_s: window of the repeats on the monotonic clock, for the meter.
+    """
+
+    label: str
+    ops: tuple[Op, ...]
+    step_s: float
+    spread: float
+    start_s: float
+    end_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from energylens.bench.trial import AnchorLoad, HostPoint, MixPoint
 from energylens.graph import Op, make_op
 from energylens.meter.base import (
     AbstractMeter,
@@ -17,6 +17,7 @@ from energylens.meter.base import (
 from energylens.meter.window import DeviceSeries
 from energylens.results import HostAnchor
 from energylens.spec.model import Spec
+from energylens.spec.system import Mode
 
 Curve = Callable[[float], float]
 TICK_S, INSTANT_S, STATE_S = 0.1, 0.02, 0.2
@@ -249,31 +250,6 @@ class FakeMeter(AbstractMeter):
         return FakeNode([b for b in self.boards if b.uuid in uuids])
 
 
-@dataclass(frozen=True)
-class FakeLoad:
-    work: FakeWork
-    flops: float
-    bytes: float
-
-
-@dataclass(frozen=True)
-class FakeMix:
-    label: str
-    ops: tuple[Op, ...]
-    build: Callable[[], FakeWork]
-    mode: str = "cuda_graph"
-
-
-@dataclass(frozen=True)
-class FakeHostPoint:
-    label: str
-    ops: tuple[Op, ...]
-    step_s: float
-    spread: float
-    start_s: float
-    end_s: float
-
-
 class FakeProvider:
     """Runs every op in 1 ms; ``before`` is called with each op first, and may raise."""
 
@@ -296,20 +272,32 @@ class FakeProvider:
         self.ran.append(op)
         return self._work(1e-3, None)
 
-    def mix_points(self, specs: Sequence[Spec], tps: Sequence[int]) -> Sequence[FakeMix]:
+    def mix_points(self, specs: Sequence[Spec], tps: Sequence[int]) -> Sequence[MixPoint]:
         op = make_op("gemm", m=1, n=64, k=64, count=3)
         return [
-            FakeMix(f"{spec.name} tp{tp}", (op,), lambda: self._work(4e-3, None))
+            MixPoint(
+                label=f"{spec.name} tp{tp}",
+                ops=(op,),
+                mode=Mode.CUDA_GRAPH,
+                build=lambda: self._work(4e-3, None),
+            )
             for spec in specs
             for tp in tps
         ]
 
-    def host_points(self, specs: Sequence[Spec]) -> Iterator[FakeHostPoint]:
+    def host_points(self, specs: Sequence[Spec]) -> Iterator[HostPoint]:
         op = make_op("hf_add", rows=1, width=64, count=100)
         for spec in specs:
             start = self.board.now()
             self.board.advance(self.board.queue(1.0, 140.0))
-            yield FakeHostPoint(f"{spec.name} eager", (op,), 2e-3, 0.05, start, self.board.now())
+            yield HostPoint(
+                label=f"{spec.name} eager",
+                ops=(op,),
+                step_s=2e-3,
+                spread=0.05,
+                start_s=start,
+                end_s=self.board.now(),
+            )
 
     def host_anchor(self) -> HostAnchor:
         return HostAnchor(launch_us=3.0, module_us=40.0, cpu="fake cpu")
@@ -317,12 +305,13 @@ class FakeProvider:
     def launching(self, seconds: float) -> None:
         self.board.advance(self.board.queue(seconds, 130.0))
 
-    def anchor_work(self, name: str) -> FakeLoad:
-        return {
-            "stream": lambda: FakeLoad(self._work(5e-4, 640.0), 0.0, 2e9),
-            "gemm": lambda: FakeLoad(self._work(1e-3, 690.0), 6.5e11, 4e8),
-            "gemv": lambda: FakeLoad(self._work(5e-5, 600.0), 2e8, 2e8),
-        }[name]()
+    def anchor_work(self, name: str) -> AnchorLoad:
+        seconds, watts, flops, moved = {
+            "stream": (5e-4, 640.0, 0.0, 2e9),
+            "gemm": (1e-3, 690.0, 6.5e11, 4e8),
+            "gemv": (5e-5, 600.0, 2e8, 2e8),
+        }[name]
+        return AnchorLoad(work=self._work(seconds, watts), flops=flops, bytes=moved)
 
     def versions(self) -> Mapping[str, str]:
         return {"torch": "2.11"}

@@ -2,10 +2,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fake_board import FakeBoard, FakeClock, FakeHostPoint, FakeMeter, FakeProvider, FakeWork
+from fake_board import FakeBoard, FakeClock, FakeMeter, FakeProvider, FakeWork
 
 from energylens.bench.team import measure_collectives, over_boards, without_filler
-from energylens.bench.trial import measure
+from energylens.bench.trial import HostPoint, measure
 from energylens.errors import UnsupportedError
 from energylens.graph import make_op
 from energylens.store import Store, Trial, board_hash
@@ -72,7 +72,14 @@ class FakeRig:
     def host_points(self, spec):
         start = self.boards[0].now()
         self.boards[0].advance(self.boards[0].queue(1.0, 155.0))
-        yield FakeHostPoint(spec.name, OPS[:1], 3e-3, 0.1, start, self.boards[0].now())
+        yield HostPoint(
+            label=spec.name,
+            ops=OPS[:1],
+            step_s=3e-3,
+            spread=0.1,
+            start_s=start,
+            end_s=self.boards[0].now(),
+        )
 
 
 @pytest.fixture

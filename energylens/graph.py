@@ -98,6 +98,22 @@ _ATTENTION = KernelType(
     write=lambda s: s["batch"] * _head(s, "q_heads") * s["new"],
 )
 
+_ROPE = KernelType(
+    kind=Kind.ELEMENTWISE,
+    dims=("batch", "new", "q_heads", "kv_heads", "head_dim"),
+    flops=_rotated(3),
+    read=_rotated(1),
+    write=_rotated(1),
+)
+
+_SILU_MUL = KernelType(
+    kind=Kind.ELEMENTWISE,
+    dims=("rows", "width"),
+    flops=_rows(5),
+    read=_rows(2),
+    write=_rows(1),
+)
+
 KERNELS: Mapping[str, KernelType] = MappingProxyType(
     {
         "gemm": KernelType(
@@ -122,20 +138,8 @@ KERNELS: Mapping[str, KernelType] = MappingProxyType(
             read=lambda s: s["rows"] * s["width"] + s["width"],
             write=_rows(1),
         ),
-        "hf_rope": KernelType(
-            kind=Kind.ELEMENTWISE,
-            dims=("batch", "new", "q_heads", "kv_heads", "head_dim"),
-            flops=_rotated(3),
-            read=_rotated(1),
-            write=_rotated(1),
-        ),
-        "hf_silu_mul": KernelType(
-            kind=Kind.ELEMENTWISE,
-            dims=("rows", "width"),
-            flops=_rows(5),
-            read=_rows(2),
-            write=_rows(1),
-        ),
+        "hf_rope": _ROPE,
+        "hf_silu_mul": _SILU_MUL,
         "hf_add": KernelType(
             kind=Kind.ELEMENTWISE,
             dims=("rows", "width"),
@@ -151,20 +155,8 @@ KERNELS: Mapping[str, KernelType] = MappingProxyType(
             read=lambda s: 2 * s["rows"] * s["width"] + s["width"],
             write=_rows(2),
         ),
-        "vllm_rope": KernelType(
-            kind=Kind.ELEMENTWISE,
-            dims=("batch", "new", "q_heads", "kv_heads", "head_dim"),
-            flops=_rotated(3),
-            read=_rotated(1),
-            write=_rotated(1),
-        ),
-        "vllm_silu_mul": KernelType(
-            kind=Kind.ELEMENTWISE,
-            dims=("rows", "width"),
-            flops=_rows(5),
-            read=_rows(2),
-            write=_rows(1),
-        ),
+        "vllm_rope": _ROPE,
+        "vllm_silu_mul": _SILU_MUL,
         # K and V of the new tokens into their pages.
         "vllm_kv_write": KernelType(
             kind=Kind.COPY,

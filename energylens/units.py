@@ -5,10 +5,7 @@ from __future__ import annotations
 J_PER_MJ = 1e-3  # NVML counts millijoules
 W_PER_MW = 1e-3  # NVML reports milliwatts
 HZ_PER_MHZ = 1e6
-S_PER_NS = 1e-9
-S_PER_MS = 1e-3
 BYTES_PER_GB = 1e9
-BYTES_PER_GIB = float(1 << 30)
 
 BITS: dict[str, float] = {
     "fp32": 32,

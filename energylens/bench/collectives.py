@@ -21,8 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from energylens.bench.kernels import GraphWork
 from energylens.bench.layer import DecoderLayers, layer_point
@@ -68,17 +67,6 @@ class _WindowRecorder(AbstractRecorder):
         super().__init__()
         self._inner = inner
         self.window = (0.0, 0.0)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        pass
 
     def now(self) -> float:
         return self._inner.now()

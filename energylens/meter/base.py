@@ -90,18 +90,27 @@ class AbstractRecorder(abc.ABC):
         """Start with trust in every counter."""
         self._mistrusted: set[str] = set()
 
-    @abc.abstractmethod
-    def __enter__(self) -> Self:
-        """Start to sample; returns after the first sample of every sensor."""
+    def start(self) -> None:
+        """Start to sample; returns after the first sample of every sensor. By default nothing."""
+        return
 
-    @abc.abstractmethod
+    def stop(self) -> None:
+        """Stop to sample; the samples stay readable. By default nothing."""
+        return
+
+    def __enter__(self) -> Self:
+        """Start to sample."""
+        self.start()
+        return self
+
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Stop to sample. The samples stay readable."""
+        """Stop to sample."""
+        self.stop()
 
     @abc.abstractmethod
     def now(self) -> float:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
-from types import MappingProxyType, TracebackType
-from typing import Any, Self
+from types import MappingProxyType
+from typing import Any
 
 from energylens.errors import MeterError
 from energylens.meter.base import (
@@ -217,7 +217,7 @@ class NvmlRecorder(AbstractRecorder):
         self._ready = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def __enter__(self) -> Self:
+    def start(self) -> None:
         """Start the thread and wait for its first samples."""
         self._stop.clear()
         self._ready.clear()
@@ -226,14 +226,8 @@ class NvmlRecorder(AbstractRecorder):
         if not self._ready.wait(timeout=10):
             self._stop.set()
             raise MeterError("NVML did not answer within 10 s; reset the GPU or the driver")
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def stop(self) -> None:
         """Stop the thread; a call that hangs in the driver is not waited for."""
         self._stop.set()
         if self._thread is not None:

@@ -11,8 +11,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType, TracebackType
-from typing import Any, Self
+from types import MappingProxyType
+from typing import Any
 
 from energylens.errors import MeterError, SpecError
 from energylens.meter.base import AbstractMeter, AbstractRecorder, Capability, DeviceInfo
@@ -130,18 +130,6 @@ class ReplayRecorder(AbstractRecorder):
         super().__init__()
         self._meter = meter
         self._series = series
-
-    def __enter__(self) -> Self:
-        """Nothing to start."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Nothing to stop."""
 
     def now(self) -> float:
         """Position of the meter."""

@@ -2,8 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Self
 
 from energylens.bench.trial import AnchorLoad, HostPoint, MixPoint
 from energylens.graph import Op, make_op
@@ -76,17 +74,6 @@ class FakeBoard(AbstractRecorder):
         self._energy: list[tuple[float, float]] = []
         self._instant: list[tuple[float, float]] = []
         self._state: list[tuple[float, float, int]] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        pass
 
     @property
     def time_s(self) -> float:
@@ -189,17 +176,6 @@ class FakeNode(AbstractRecorder):
     def __init__(self, boards: Sequence[FakeBoard]) -> None:
         super().__init__()
         self.boards = {b.uuid: b for b in boards}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        pass
 
     def now(self) -> float:
         return next(iter(self.boards.values())).now()

@@ -12,7 +12,7 @@ import hashlib
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from energylens.cost.board import Board, Spread, board, typical_anchor
-from energylens.cost.bundle import Bundle, HostLaw, Laws
-from energylens.cost.features import feature_names, features, prior, shares
+from energylens.cost.bundle import Bundle, HostLaw, Laws, StepHost
+from energylens.cost.features import feature_names, features, prior, shares, step_shape
 from energylens.cost.model import CostModelSet, KernelModel, Published
 from energylens.cost.regress import GaussianProcess
 from energylens.errors import CalibrationError
-from energylens.graph import Op
+from energylens.graph import KERNELS, Op
 from energylens.results import BoardAnchor, HostAnchor
-from energylens.spec.system import Device
-from energylens.store import Sample, Store, check_power_limits
+from energylens.spec.load import list_resources, load_engine
+from energylens.spec.system import Device, Mode
+from energylens.store import Provenance, Sample, Store, check_power_limits
 
 Array = NDArray[np.float64]
 
@@ -40,6 +41,13 @@ CAPPED_BELOW = 0.97  # of the maximum clock: the op held the power cap
 # under the same stream; pairs of boards differed by 3 to 5 % in the clock that they held at the
 # cap, which is a deviation of 2.5 % for one, and twice that in power.
 FLOOR = Spread(memory_power=0.09, compute_power=0.05, memory_time=0.01, idle_w=4.0)
+STANDS_ON: Mapping[str, tuple[str, ...]] = {"vllm": ("vllm", "torch")}
+"""Provider -> whose samples its bundle is fitted on, where not on its own alone.
+
+vLLM leaves its GEMMs to PyTorch, and how kernels compose is a property of the board.
+"""
+WHOLE = " whole "  # in the label of a host point of a whole model, whose device time counts
+WHOLE_STEP_SD, HOST_SD = 0.012, 0.15  # natural logs: of a composed step, of the host's time
 LAYER = " layer "  # in the label of a mix that is a layer of a model, not a duty cycle
 HELD_ABOVE = 0.93  # of the limit: a lower mean is not the cap's doing
 REPEAT_SD, LEAST_REPEAT_SD = (0.01, 0.02), (0.004, 0.01)  # of latency and power, natural logs
@@ -80,6 +88,7 @@ class _Data:
     """Usable samples with their boards."""
 
     device: Device
+    runs: Mapping[str, Provenance]
     limit_w: float
     anchors: Mapping[str, BoardAnchor]
     typical: BoardAnchor
@@ -100,7 +109,8 @@ def fit_bundle(
     """Fit everything that the samples of ``folders`` allow.
 
     Args:
-        folders: stores of one device, provider and power limit.
+        folders: stores of one device and power limit; runs of providers that ``provider`` does not
+            stand on are left out.
         device: its datasheet.
         provider: whose kernels ran.
         published: collective latencies over worker counts, to be carried in the bundle.
@@ -109,7 +119,7 @@ def fit_bundle(
 
     Raises:
         CalibrationError: no usable samples, no anchors, or runs that do not belong together
-            (devices, providers, power limits, NCCL algorithms).
+            (devices, power limits, NCCL algorithms).
     """
     stores = [Store(f) for f in folders]
     data, skipped = _gather(stores, device, provider)
@@ -127,23 +137,23 @@ def fit_bundle(
     bundle = Bundle(
         device=device.name,
         provider=provider,
-        version=version or max(r.time for s in stores for r in s.runs.values())[:10],
+        version=version or max(r.time for r in data.runs.values())[:10],
         power_limit_w=data.limit_w,
         boards=tuple(data.anchors.values()),
         typical=data.typical,
         spread=_spread(data, laws.eta),
-        kernels=models,
+        kernels={k: m for k, m in models.items() if k in _kernels_of(provider)},
         laws=laws,
-        host=_fit_host(data, stores),
+        host=_fit_host(data, models, laws),
         published=published,
-        versions=_merged_versions(stores),
+        versions=_merged_versions(data.runs.values()),
     )
     fits = tuple(_held_out(m, data.ops[k]) for k, m in models.items())
     facts: dict[str, Any] = {
         "points": {f.kernel: f.points for f in fits},
         "held_out": [asdict(f) for f in fits],
         "mixes": {label: [round(t, 2), round(e, 2)] for label, (t, e) in errors.items()},
-        "runs": sorted(r for s in stores for r in s.runs),
+        "runs": sorted(data.runs),
         "samples_sha256": _samples_hash(folders),
     }
     return replace(bundle, facts=facts), FitReport(kernels=fits, mixes=errors, skipped=skipped)
@@ -156,35 +166,43 @@ def _samples_hash(folders: Sequence[Path]) -> str:
     return digest.hexdigest()
 
 
-def _merged_versions(stores: Sequence[Store]) -> Mapping[str, str]:
+def _kernels_of(provider: str) -> frozenset[str]:
+    """Kernels that the engines of a provider run, collectives included."""
+    engines = [e for e in map(load_engine, list_resources("engines")) if e.provider == provider]
+    used = {k.kernel for e in engines for k in e.kernels.values()}
+    return frozenset(used | {name for name, k in KERNELS.items() if k.is_collective})
+
+
+def _merged_versions(runs: Iterable[Provenance]) -> Mapping[str, str]:
     """Package -> version, or all versions where runs differ."""
     seen: dict[str, dict[str, None]] = defaultdict(dict)
-    for s in stores:
-        for run in s.runs.values():
-            for name, v in run.versions.items():
-                seen[name].setdefault(v)
+    for run in runs:
+        for name, v in run.versions.items():
+            seen[name].setdefault(v)
     return {name: " / ".join(vs) for name, vs in sorted(seen.items())}
 
 
 def _gather(
     stores: Sequence[Store], device: Device, provider: str
 ) -> tuple[_Data, Mapping[str, int]]:
-    limit_w, anchors = _circumstances(stores, device, provider)
+    runs = _runs(stores, provider)
+    limit_w, anchors = _circumstances(runs, device, ", ".join(str(s.folder) for s in stores))
     skipped: dict[str, int] = defaultdict(int)
     ops: dict[str, list[Sample]] = defaultdict(list)
     blocks: dict[str, list[Sample]] = {"mix": [], "host": [], "idle": []}
-    for sample in (s for store in stores for s in store.samples):
+    for sample in (s for store in stores for s in store.samples if s.run_id in runs):
         reason = _why_unused(sample, anchors)
         if reason:
             skipped[reason] += 1
         elif sample.block == "op":
             ops[sample.op.kernel].append(sample)
-        elif sample.block in blocks:
+        elif sample.block in blocks and not _is_others_host(sample, runs, provider):
             blocks[sample.block].append(sample)
     if not ops:
         raise CalibrationError(f"no usable samples: {dict(skipped) or 'the folders are empty'}")
     data = _Data(
         device=device,
+        runs=runs,
         limit_w=limit_w,
         anchors=anchors,
         typical=typical_anchor(list(anchors.values())),
@@ -196,21 +214,35 @@ def _gather(
     return data, dict(skipped)
 
 
+def _is_others_host(sample: Sample, runs: Mapping[str, Provenance], provider: str) -> bool:
+    """Whether it is a host time of another provider's engine: kernels are shared, hosts are not."""
+    return sample.block == "host" and runs[sample.run_id].provider != provider
+
+
+def _runs(stores: Sequence[Store], provider: str) -> Mapping[str, Provenance]:
+    """Runs that the bundle of ``provider`` stands on, by their ids."""
+    wanted = STANDS_ON.get(provider, (provider,))
+    all_runs = {run_id: run for store in stores for run_id, run in store.runs.items()}
+    found = {run_id: run for run_id, run in all_runs.items() if run.provider in wanted}
+    if not any(run.provider == provider for run in found.values()):
+        others = ", ".join(sorted({run.provider for run in all_runs.values()})) or "no run"
+        raise CalibrationError(
+            f"no run measured {provider}'s kernels (found: {others}); "
+            f"`energylens calibrate --provider {provider}` measures them"
+        )
+    return found
+
+
 def _circumstances(
-    stores: Sequence[Store], device: Device, provider: str
+    by_id: Mapping[str, Provenance], device: Device, where: str
 ) -> tuple[float, Mapping[str, BoardAnchor]]:
     """Power limit of all runs, and the mean anchor of each board."""
     anchors: dict[str, list[BoardAnchor]] = defaultdict(list)
-    runs = [run for store in stores for run in store.runs.values()]
-    check_power_limits(runs, ", ".join(str(s.folder) for s in stores))
+    runs = list(by_id.values())
+    check_power_limits(runs, where)
     for run in runs:
         if run.device != device.name:
             raise CalibrationError(f"run {run.run_id} is of {run.device}, not of {device.name}")
-        if run.provider != provider:
-            raise CalibrationError(
-                f"run {run.run_id} measured {run.provider}'s kernels, not {provider}'s; keep each "
-                "provider's samples in a folder of their own (--out)"
-            )
         for a in run.anchors.boards if run.anchors else ():
             anchors[a.board_uuid].append(a)
     algorithms = {run.versions["nccl_algo"] for run in runs if "nccl_algo" in run.versions}
@@ -500,16 +532,20 @@ def _held_out(model: KernelModel, samples: Sequence[Sample]) -> KernelFit:
 
 
 def _compose(
-    sample: Sample, data: _Data, models: Mapping[str, KernelModel], laws: Laws
+    sample: Sample,
+    data: _Data,
+    models: Mapping[str, KernelModel],
+    laws: Laws,
+    pause_s: float = 0.0,
 ) -> tuple[float, float, float]:
-    """Predicted (latency, energy with idle, clock ratio) of a mix on its own board."""
+    """Predicted (latency, energy with idle, clock ratio) of a sample's ops on its own board."""
     from energylens.schedule import Constants, Worker, kernel_result
 
     costs = CostModelSet(
         device=data.device,
         kernels=models,
         compute_scale=laws.compute_scale,
-        compute_stretch=laws.compute_stretch if LAYER in sample.label else 0.0,
+        compute_stretch=laws.compute_stretch if sample.block == "host" or LAYER in sample.label else 0.0,
     ).costs(sample.ops)
     own = _board(data, sample.board_uuid, laws)
     local = [own.localise(c) for c in costs]
@@ -522,7 +558,7 @@ def _compose(
     constants = Constants(
         eta=laws.eta, gap_s=laws.gap_s, wait_w=0.0, spin_w=0.0, link_w=laws.link_w
     )
-    return kernel_result(sample.ops, costs, worker, constants)
+    return kernel_result(sample.ops, costs, worker, constants, pause_s)
 
 
 def mix_errors(
@@ -642,40 +678,132 @@ def _typical_host(hosts: Sequence[HostAnchor]) -> HostAnchor | None:
     )
 
 
-def _fit_host(data: _Data, stores: Sequence[Store]) -> HostLaw | None:
-    """Median seconds per launch over the host points, by number of workers.
+def _fit_host(
+    data: _Data, models: Mapping[str, KernelModel], laws: Laws
+) -> HostLaw | None:
+    """Host law over the host points, by number of workers.
 
     Each run's times are brought to the median host by its own anchor first: hosts differ by up to
-    twice, and the same host from hour to hour. There is no constant per step: with one, whole
-    models of 32 layers came out a third too fast from points of 2 and 8 layers.
+    twice, and the same host from hour to hour.
     """
-    anchors = {r: p.anchors.host for s in stores for r, p in s.runs.items() if p.anchors}
+    anchors = {r: p.anchors.host for r, p in data.runs.items() if p.anchors}
     typical = _typical_host([h for h in anchors.values() if h])
     if typical is None:
         return None
-    groups: dict[int, list[Sample]] = defaultdict(list)
+    eager: dict[int, list[Sample]] = defaultdict(list)
+    serving: dict[int, list[Sample]] = defaultdict(list)
     for s in data.hosts:
         if s.trial:
-            groups[_workers(s)].append(s)
+            (serving if s.mode == Mode.SERVING else eager)[_workers(s)].append(s)
+    slowness = {r: _slowness(host, typical) for r, host in anchors.items()}
     launch_s, wait_w, deviations = {}, {}, []
-    for workers, samples in groups.items():
-        per_launch = [
-            s.trial.latency_s
-            / sum(o.count * o.launches for o in s.ops)
-            / _slowness(anchors.get(s.run_id), typical)
-            for s in samples
-            if s.trial
-        ]
-        launch_s[workers] = float(np.median(per_launch))
-        deviations += [math.log(t / launch_s[workers]) for t in per_launch]
+    steps, lone_steps = {}, {}
+    for workers, samples in eager.items():
+        launch_s[workers], own = _launches(samples, slowness)
+        deviations += own
+    for workers, samples in serving.items():
+        found = {
+            is_lone: _serving_steps(
+                [s for s in samples if _is_lone(s) is is_lone], data, models, laws, slowness
+            )
+            for is_lone in (False, True)
+        }
+        (steps[workers], follow), (lone_steps[workers], lone) = found[False], found[True]
+        deviations += [*follow, *lone]
+    for workers, samples in (*eager.items(), *serving.items()):
         # Host points launch a step's kernels on tiny tensors: a few watts are those kernels', the
         # rest is what a board (of several: its links and spinning collectives too) draws meanwhile.
-        watts = [w for s in samples if (w := _above_idle_w(s, data)) is not None]
+        idling = [s for s in samples if WHOLE not in s.label]
+        watts = [w for s in idling if (w := _above_idle_w(s, data)) is not None]
         wait_w[workers] = max(0.0, float(np.mean(watts))) if watts else 0.0
-    if not launch_s:
+    if not wait_w:
         return None
-    rel_se = max(0.05, _rms(np.array(deviations)))
-    return HostLaw(launch_s=launch_s, wait_w=wait_w, anchor=typical, rel_se=rel_se)
+    return HostLaw(
+        launch_s=launch_s,
+        wait_w=wait_w,
+        anchor=typical,
+        rel_se=max(0.05, _rms(np.array(deviations))),
+        steps=steps,
+        lone_steps=lone_steps,
+    )
+
+
+def _launches(
+    samples: Sequence[Sample], slowness: Mapping[str, float]
+) -> tuple[float, list[float]]:
+    """Median seconds per launch of eager steps, and the log deviations from it.
+
+    There is no constant per step: with one, whole models of 32 layers came out a third too fast
+    from points of 2 and 8 layers.
+    """
+    per_launch = [
+        s.trial.latency_s
+        / sum(o.count * o.launches for o in s.ops)
+        / slowness.get(s.run_id, 1.0)
+        for s in samples
+        if s.trial
+    ]
+    median = float(np.median(per_launch))
+    return median, [math.log(t / median) for t in per_launch]
+
+
+def _is_lone(sample: Sample) -> bool:
+    """Whether the steps of a serving host point had pauses between them: prefills do."""
+    shape = step_shape(sample.ops)
+    return shape.tokens > shape.sequences
+
+
+def _serving_steps(
+    samples: Sequence[Sample],
+    data: _Data,
+    models: Mapping[str, KernelModel],
+    laws: Laws,
+    slowness: Mapping[str, float],
+) -> tuple[StepHost, list[float]]:
+    """Host time of the steps of a real engine, and the log deviations of small models' steps.
+
+    Small models tell how the host's time grows; on whole models the device takes longer, and what
+    is left over its kernels is the host's serial share. Both are fitted together.
+    """
+    from scipy.optimize import least_squares
+
+    shapes = [step_shape(s.ops) for s in samples]
+    slow = np.array([slowness.get(s.run_id, 1.0) for s in samples])
+    measured = np.array([s.trial.latency_s for s in samples if s.trial])
+    whole = np.array([WHOLE in s.label for s in samples])
+    spread = np.where(whole, WHOLE_STEP_SD, HOST_SD)
+
+    def law(theta: Array) -> StepHost:
+        step_s, sequence_s, token_s, layer_s = (float(v) * 1e-6 for v in theta[:4])
+        return StepHost(
+            step_s=step_s,
+            sequence_s=sequence_s,
+            token_s=token_s,
+            layer_s=layer_s,
+            serial_share=float(theta[4]),
+        )
+
+    def step_s(sample: Sample, host_s: float, serial_share: float) -> float:
+        device_s, _, _ = _compose(sample, data, models, laws, serial_share * host_s)
+        return max(device_s + serial_share * host_s, host_s)
+
+    def deviations(theta: Array) -> Array:
+        own = law(theta)
+        host = slow * np.array([own.total_s(shape) for shape in shapes])
+        found = [
+            step_s(s, h, own.serial_share) for s, h in zip(samples, host, strict=True)
+        ]
+        return np.asarray(np.log(np.array(found) / measured))
+
+    fitted = least_squares(
+        lambda theta: deviations(theta) / spread,
+        [1500.0, 10.0, 0.1, 20.0, 0.2],
+        bounds=([1.0, 0.0, 0.0, 0.0, 0.0], [1e5, 1e4, 100.0, 1e4, 1.0]),
+        x_scale=[1000.0, 10.0, 0.1, 20.0, 0.2],
+        diff_step=1e-3,
+        loss="soft_l1",
+    )
+    return law(fitted.x), list(deviations(fitted.x)[~whole])
 
 
 def _workers(sample: Sample) -> int:

@@ -19,6 +19,9 @@ from energylens.units import bytes_per_value
 
 Shape = Mapping[str, float]
 
+SPLIT_TOKENS = 512
+"""vLLM captures steps of up to so many tokens, and bounds how their attention is split."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelType:
@@ -69,15 +72,14 @@ def _rotated(per_value: float) -> Callable[[Shape], float]:
     return count
 
 
-def _collective(kind: Kind, moved: float) -> KernelType:
-    return KernelType(
-        kind=kind,
-        dims=("values", "workers"),
-        flops=_none,
-        read=lambda s: moved * s["values"],
-        write=lambda s: moved * s["values"],
-        is_collective=True,
-    )
+_COLLECTIVE = KernelType(
+    kind=Kind.COLLECTIVE,
+    dims=("values", "workers"),
+    flops=_none,
+    read=lambda s: s["values"],
+    write=lambda s: s["values"],
+    is_collective=True,
+)
 
 
 _ATTENTION_DIMS = ("batch", "new", "context", "q_heads", "kv_heads", "head_dim")
@@ -114,6 +116,14 @@ _SILU_MUL = KernelType(
     write=_rows(1),
 )
 
+_SAMPLING = KernelType(
+    kind=Kind.SAMPLING,
+    dims=("rows", "width"),
+    flops=_rows(1),
+    read=_rows(1),
+    write=lambda s: s["rows"],
+)
+
 KERNELS: Mapping[str, KernelType] = MappingProxyType(
     {
         "gemm": KernelType(
@@ -147,7 +157,10 @@ KERNELS: Mapping[str, KernelType] = MappingProxyType(
             read=_rows(2),
             write=_rows(1),
         ),
-        # vLLM's fused modules: one kernel each, nothing in between touches device memory.
+        # vLLM's: attention over a paged cache, modules that Inductor fuses (nothing in between
+        # touches device memory), its own all-reduce for messages that fit its buffers.
+        "vllm_attention_prefill": _ATTENTION,
+        "vllm_attention_decode": _ATTENTION,
         "vllm_add_rmsnorm": KernelType(
             kind=Kind.NORM,
             dims=("rows", "width"),
@@ -156,6 +169,7 @@ KERNELS: Mapping[str, KernelType] = MappingProxyType(
             write=_rows(2),
         ),
         "vllm_rope": _ROPE,
+        "vllm_norm_rope": _ROPE,
         "vllm_silu_mul": _SILU_MUL,
         # K and V of the new tokens into their pages.
         "vllm_kv_write": KernelType(
@@ -192,18 +206,14 @@ KERNELS: Mapping[str, KernelType] = MappingProxyType(
             read=lambda s: 2 * s["batch"] * s["context"] * _head(s, "kv_heads"),
             write=lambda s: 2 * s["batch"] * s["context"] * _head(s, "q_heads"),
         ),
-        "argmax": KernelType(
-            kind=Kind.SAMPLING,
-            dims=("rows", "width"),
-            flops=_rows(1),
-            read=_rows(1),
-            write=lambda s: s["rows"],
-        ),
+        "argmax": _SAMPLING,
+        "vllm_sample": _SAMPLING,
         # ``values`` = values of the result on each worker (of the input, for a reduce-scatter).
-        "all_reduce": _collective(Kind.COLLECTIVE, 1.0),
-        "all_gather": _collective(Kind.COLLECTIVE, 1.0),
-        "reduce_scatter": _collective(Kind.COLLECTIVE, 1.0),
-        "all_to_all": _collective(Kind.COLLECTIVE, 1.0),
+        "all_reduce": _COLLECTIVE,
+        "all_gather": _COLLECTIVE,
+        "reduce_scatter": _COLLECTIVE,
+        "all_to_all": _COLLECTIVE,
+        "vllm_all_reduce": _COLLECTIVE,
     }
 )
 """Every kernel that can be costed.

@@ -11,10 +11,11 @@ from types import MappingProxyType
 from typing import TypeVar, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from energylens.cost.board import Board, Spread, board, typical_boards
 from energylens.cost.bundle import Bundle, HostLaw, Laws, load_bundle, select
-from energylens.cost.features import prior
+from energylens.cost.features import prior, step_shape
 from energylens.cost.model import CostModelSet
 from energylens.errors import CalibrationError, EnergyLensError, SpecError
 from energylens.graph import Op
@@ -22,6 +23,7 @@ from energylens.lower import Lowered, lower, memory
 from energylens.results import (
     Anchors,
     BreakdownRow,
+    Cost,
     HostAnchor,
     Infeasible,
     Interval,
@@ -33,12 +35,14 @@ from energylens.results import (
 from energylens.schedule import (
     LEVEL,
     LOWEST_CLOCK,
+    NO_HOST,
     Constants,
     Host,
     Spreads,
     StepResult,
     Worker,
     step,
+    totals,
 )
 from energylens.spec.load import (
     data_dir,
@@ -59,9 +63,11 @@ from energylens.spec.system import (
     Phase,
     Step,
     Workload,
+    chunked,
 )
 
 _T = TypeVar("_T")
+Array = NDArray[np.float64]
 
 REQUEST_NODES = (
     4  # decode steps that stand for all of a request's: cost is nearly linear in the context
@@ -106,32 +112,25 @@ class Machine:
     host: HostLaw | None
     host_anchor: HostAnchor | None
 
-    def step(self, ops: Sequence[Op], mode: Mode, without: frozenset[str]) -> StepResult:
-        """Price and compose one step on all boards."""
+    def step(
+        self, ops: Sequence[Op], mode: Mode, without: frozenset[str], *, lone: bool = False
+    ) -> StepResult:
+        """Price and compose one step on all boards.
+
+        Args:
+            ops: what each worker executes.
+            mode: launch mode.
+            without: laws to leave out.
+            lone: True where nothing runs before or after the step, so that the host's work for it
+                has less to hide behind.
+        """
         costs = self.model.costs(ops)
-        workers = []
-        for b in self.boards:
-            local = [b.localise(c) for c in costs]
-            workers.append(
-                Worker(
-                    idle_w=b.idle_w,
-                    cap_w=self.cap_w,
-                    latency_s=np.array([c.latency_s for c in local]),
-                    energy_j=np.array([c.energy_j for c in local]),
-                )
-            )
         laws, spread = self.laws, self.spread
         result = step(
             ops,
             costs,
-            workers,
-            constants=Constants(
-                eta=laws.eta,
-                gap_s=laws.gap_s,
-                wait_w=self._wait_w,
-                spin_w=laws.spin_w,
-                link_w=laws.link_w,
-            ),
+            self._workers(costs),
+            constants=self._constants,
             spreads=Spreads(
                 memory_power=spread.memory_power,
                 compute_power=spread.compute_power,
@@ -144,7 +143,7 @@ class Machine:
                 ),
                 cap=_CAP_REL_SE + _OTHER_LIMIT_REL_SE * self.limit_change,
             ),
-            host=self._host(ops),
+            host=self._host(ops, mode, lone),
             mode=mode,
             without=without,
         )
@@ -152,40 +151,87 @@ class Machine:
             return replace(result, source=max(result.source, Source.EXTRAPOLATED))
         return result
 
+    def price(self, lowered: Lowered, steps: Sequence[Step]) -> tuple[Array, Array]:
+        """Seconds and joules of many steps that follow each other, without intervals, each [steps].
+
+        The same numbers as `step` gives, faster: each distinct op is priced once.
+        """
+        sequences = [lowered.ops(s) for s in steps]
+        distinct = list({op.key: op for ops in sequences for op in ops}.values())
+        costs = dict(zip((op.key for op in distinct), self.model.costs(distinct), strict=True))
+        latency, energy = np.empty(len(steps)), np.empty(len(steps))
+        for i, (s, ops) in enumerate(zip(steps, sequences, strict=True)):
+            own = [costs[op.key] for op in ops]
+            latency[i], energy[i] = totals(
+                ops, own, self._workers(own), self._constants, self._host(ops, s.mode), s.mode
+            )
+        return latency, energy
+
+    def _workers(self, costs: Sequence[Cost]) -> list[Worker]:
+        """The boards, with the costs of the ops on each."""
+        workers = []
+        for b in self.boards:
+            local = [b.localise(c) for c in costs]
+            workers.append(
+                Worker(
+                    idle_w=b.idle_w,
+                    cap_w=self.cap_w,
+                    latency_s=np.array([c.latency_s for c in local]),
+                    energy_j=np.array([c.energy_j for c in local]),
+                )
+            )
+        return workers
+
+    @property
+    def _constants(self) -> Constants:
+        laws = self.laws
+        return Constants(
+            eta=laws.eta,
+            gap_s=laws.gap_s,
+            wait_w=self._wait_w,
+            spin_w=laws.spin_w,
+            link_w=laws.link_w,
+        )
+
     @property
     def _wait_w(self) -> float:
         return self.host.wait_w.get(self.host.nearest(len(self.boards)), 0.0) if self.host else 0.0
 
-    def _host(self, ops: Sequence[Op]) -> Host:
-        """Host time of an eager step that launches ``ops``."""
-        launches = sum(o.count * o.launches for o in ops)
+    def _host(self, ops: Sequence[Op], mode: Mode, lone: bool = False) -> Host:
+        """Host time of a step that executes ``ops``."""
         law = self.host
-        if law is None:
-            return Host(
-                step_s=launches * _UNKNOWN_LAUNCH_S,
-                rel_se=_UNKNOWN_HOST_REL_SE,
-                source=Source.ROOFLINE,
-            )
-        n = law.nearest(len(self.boards))
-        step_s = launches * law.launch_s[n]
+        n = law.nearest(len(self.boards)) if law else 0
+        serial_share = 0.0
+        if mode is Mode.SERVING:
+            by_workers = (law.lone_steps if lone else law.steps) if law else {}
+            if law is None or n not in by_workers:
+                return NO_HOST  # nobody has measured such steps; the engine's error says so
+            own = by_workers[n]
+            step_s, serial_share = own.total_s(step_shape(ops)), own.serial_share
+        else:
+            launches = sum(o.count * o.launches for o in ops)
+            if law is None or n not in law.launch_s:
+                return Host(
+                    step_s=launches * _UNKNOWN_LAUNCH_S,
+                    rel_se=_UNKNOWN_HOST_REL_SE,
+                    source=Source.ROOFLINE,
+                )
+            step_s = launches * law.launch_s[n]
         # More processes on a host than were measured slow each other's launches down.
         other = 0.0 if n == len(self.boards) else _OTHER_WORKERS_HOST_REL_SE
-        here = self.host_anchor
-        if here is None:
-            return Host(
-                step_s=step_s,
-                rel_se=math.hypot(_OTHER_HOST_REL_SE, law.rel_se, other),
-                source=Source.TRANSFERRED,
+        here, ratio, rel_se = self.host_anchor, 1.0, _OTHER_HOST_REL_SE
+        if here is not None:
+            rel_se = _ANCHORED_HOST_REL_SE
+            ratio = (
+                here.module_us / law.anchor.module_us
+                if here.module_us and law.anchor.module_us
+                else here.launch_us / law.anchor.launch_us
             )
-        ratio = (
-            here.module_us / law.anchor.module_us
-            if here.module_us and law.anchor.module_us
-            else here.launch_us / law.anchor.launch_us
-        )
         return Host(
             step_s=step_s * ratio,
-            rel_se=math.hypot(_ANCHORED_HOST_REL_SE, law.rel_se, other),
+            rel_se=math.hypot(rel_se, law.rel_se, other),
             source=Source.TRANSFERRED,
+            serial_share=serial_share,
         )
 
 
@@ -380,21 +426,32 @@ class _Run:
         """Result and breakdown of one phase."""
         w = self.workload
         if phase is Phase.PREFILL:
-            steps = [(1.0, self._prefill)]
+            steps = list(self._prefill)
         elif phase is Phase.DECODE:
             steps = [(1.0, self._decode(w.decode_context))]
         else:
             steps = [
-                (1.0, self._prefill),
+                *self._prefill,
                 *((n, self._decode(c)) for n, c in self._request_contexts()),
             ]
         return self._result(steps), self._breakdown(phase, steps)
 
     @cached_property
-    def _prefill(self) -> StepResult:
-        mode = self._mode(Phase.PREFILL)
-        ops = self.lowered.ops(Step.prefill(self.workload.batch, self.workload.prompt_len, mode))
-        return self.machine.step(ops, mode, self.without)
+    def _prefill(self) -> tuple[tuple[float, StepResult], ...]:
+        """(count, step) of each step of the prefill: several where the engine limits a step."""
+        mode, w = self._mode(Phase.PREFILL), self.workload
+        whole = Step.prefill(w.batch, w.prompt_len, mode)
+        serving = self.lowered.engine.serving
+        steps = (whole,)
+        if mode is Mode.SERVING and serving is not None:
+            steps = chunked(whole, serving.offline_batch_tokens)
+        return tuple(
+            (
+                1.0,
+                self.machine.step(self.lowered.ops(s), mode, self.without, lone=len(steps) == 1),
+            )
+            for s in steps
+        )
 
     def _decode(self, context: float) -> StepResult:
         mode = self._mode(Phase.DECODE)

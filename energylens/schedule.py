@@ -5,8 +5,8 @@ Each law is a function of its own, so that `validate --without` can show what it
 1. `kernel_sum`: kernels of a captured graph add up, plus a gap per launch.
 2. `common_clock` (``cap``): where the mix would overrun the power limit, all ops share the clock
 at which it holds it.
-3. `step` (``host``): an eager step takes the longer of device and host; waiting draws its own
-power.
+3. `step` (``host``): a step takes as long as its host at least, and a part of the host's time runs
+beside no kernel; waiting draws its own power.
 4. `step` (idle): idle power is charged once, on the makespan; op energies are above idle.
 
 Workers are boards: under tensor parallelism the slowest sets the pace, and the others spin
@@ -66,11 +66,27 @@ class Constants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """Host time of a step and its relative standard error."""
+    """Host time of a step.
+
+    Attributes:
+        step_s: seconds; rel_se: its relative standard error.
+        serial_share: part of it during which no kernel of the step runs, whatever the device does:
+            a scheduler that forms the step, outputs that are handed on.
+        source: where the numbers come from.
+    """
 
     step_s: float
     rel_se: float
     source: Source
+    serial_share: float = 0.0
+
+    @property
+    def serial_s(self) -> float:
+        """Seconds that add to the device's time."""
+        return self.serial_share * self.step_s
+
+
+NO_HOST = Host(step_s=0.0, rel_se=0.0, source=Source.MEASURED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,16 +156,18 @@ def kernel_sum(
     return time, float((ops.count * worker.energy_j).sum()) * clock**constants.eta
 
 
-def common_clock(ops: _Ops, worker: Worker, constants: Constants) -> float:
+def common_clock(
+    ops: _Ops, worker: Worker, constants: Constants, pause_s: float = 0.0
+) -> float:
     """Clock over the maximum at which the mix draws no more than the cap; 1.0 where it never would.
 
-    Mean power ``idle + D f**eta / t(f)`` rises with the clock, so the root is bracketed; bisection
-    to 1e-6.
+    Mean power ``idle + D f**eta / (t(f) + pause)`` rises with the clock, so the root is bracketed;
+    bisection to 1e-6. The governor averages over longer than a step, pauses between steps included.
     """
 
     def power(f: float) -> float:
         time, energy = kernel_sum(ops, worker, constants, f)
-        return base_w + energy / time
+        return base_w + energy / (time + pause_s)
 
     base_w = worker.idle_w + _link_w(ops, constants)
     if power(1.0) <= worker.cap_w:
@@ -179,11 +197,18 @@ def _arrays(ops: Sequence[Op], costs: Sequence[Cost]) -> _Ops:
 
 
 def kernel_result(
-    ops: Sequence[Op], costs: Sequence[Cost], worker: Worker, constants: Constants
+    ops: Sequence[Op],
+    costs: Sequence[Cost],
+    worker: Worker,
+    constants: Constants,
+    pause_s: float = 0.0,
 ) -> tuple[float, float, float]:
-    """Seconds, joules with idle and clock over the maximum: a worker's kernels under its cap."""
+    """Seconds, joules with idle and clock over the maximum: a worker's kernels under its cap.
+
+    ``pause_s`` follows the kernels and is in neither sum.
+    """
     arrays = _arrays(ops, costs)
-    clock = common_clock(arrays, worker, constants)
+    clock = common_clock(arrays, worker, constants, pause_s)
     time, energy = kernel_sum(arrays, worker, constants, clock)
     return time, energy + (worker.idle_w + _link_w(arrays, constants)) * time, clock
 
@@ -203,18 +228,21 @@ def _compose(
     ops: _Ops,
     workers: Sequence[Worker],
     constants: Constants,
-    host_s: float,
+    host: Host,
     without: frozenset[str],
 ) -> _Composed:
     """Latency and total energy (idle included) of a step."""
-    clocks = tuple(1.0 if "cap" in without else common_clock(ops, w, constants) for w in workers)
+    clocks = tuple(
+        1.0 if "cap" in without else common_clock(ops, w, constants, host.serial_s)
+        for w in workers
+    )
     sums = [kernel_sum(ops, w, constants, f) for w, f in zip(workers, clocks, strict=True)]
     if "straggler" in without:
         device_s = sum(t for t, _ in sums) / len(sums)
     else:
         device_s = max(t for t, _ in sums)
     slowest = max(range(len(sums)), key=lambda i: sums[i][0])
-    latency = max(device_s, host_s)
+    latency = max(device_s + host.serial_s, host.step_s)
     # A worker that is done first spins in the next collective.
     spin_j = sum(max(0.0, device_s - t) * constants.spin_w for t, _ in sums)
     host_j = (latency - device_s) * constants.wait_w * len(workers)
@@ -244,30 +272,45 @@ def step(
         workers: the boards, with the ops' costs on each.
         constants: of the laws.
         spreads: standard errors that no single op carries.
-        host: host time of the step; needed in eager mode only.
-        mode: launch mode; only eager steps can be host-bound.
+        host: host time of the step; a captured graph alone has none.
+        mode: launch mode.
         without: laws to leave out, of `LAWS`.
     """
     arrays = _arrays(ops, costs)
     if "gap" in without:
         constants = replace(constants, gap_s=0.0)
-    bound = host if host is not None and mode is Mode.EAGER and "host" not in without else None
-    host_s = bound.step_s if bound else 0.0
-    composed = _compose(arrays, workers, constants, host_s, without)
+    counts = host is not None and mode is not Mode.CUDA_GRAPH and "host" not in without
+    bound = host if host is not None and counts else NO_HOST
+    composed = _compose(arrays, workers, constants, bound, without)
     capped = min(composed.clocks) < 1.0
-    waits = composed.latency_s > composed.device_s
-    sources = [c.source for c in costs] + ([bound.source] if waits and bound else [])
+    waits = bound.step_s > composed.device_s + bound.serial_s
+    sources = [c.source for c in costs]
+    if waits or bound.serial_s:
+        sources.append(bound.source)
     return StepResult(
         latency_s=composed.latency_s,
         energy_j=composed.energy_j,
         clock=min(composed.clocks),
         regime="host" if waits else "capped" if capped else "device",
         parts=_parts(ops, costs, arrays, workers, constants, composed, bound),
-        interval=_interval(
-            ops, costs, arrays, workers, constants, spreads, bound, without, composed
-        ),
+        interval=_interval(ops, costs, arrays, workers, constants, spreads, bound, without),
         source=max(sources, default=Source.MEASURED),
     )
+
+
+def totals(
+    ops: Sequence[Op],
+    costs: Sequence[Cost],
+    workers: Sequence[Worker],
+    constants: Constants,
+    host: Host,
+    mode: Mode,
+) -> tuple[float, float]:
+    """Seconds and joules of a step, as `step` composes them, and nothing else."""
+    arrays = _arrays(ops, costs)
+    bound = NO_HOST if mode is Mode.CUDA_GRAPH else host
+    composed = _compose(arrays, workers, constants, bound, frozenset())
+    return composed.latency_s, composed.energy_j
 
 
 def _parts(
@@ -277,7 +320,7 @@ def _parts(
     workers: Sequence[Worker],
     constants: Constants,
     composed: _Composed,
-    host: Host | None,
+    host: Host,
 ) -> tuple[Part, ...]:
     """Each op's part, then what the laws add; they sum up to the step in time and in energy."""
     slow, clock = workers[composed.slowest], composed.clocks[composed.slowest]
@@ -323,7 +366,7 @@ def _parts(
         add(Kind.OVERHEAD, "gaps between kernels", gap_s, 0.0)
     if composed.wait_j or composed.latency_s > composed.device_s:
         wait_s = composed.latency_s - composed.device_s
-        source = host.source if host and wait_s > 0 else weakest
+        source = host.source if wait_s > 0 else weakest
         add(Kind.WAIT, "wait", wait_s, composed.wait_j, source)
     if composed.link_j:
         add(Kind.COLLECTIVE, "links awake", 0.0, composed.link_j)
@@ -338,11 +381,13 @@ def _interval(
     workers: Sequence[Worker],
     constants: Constants,
     spreads: Spreads,
-    host: Host | None,
+    host: Host,
     without: frozenset[str],
-    base: _Composed,
 ) -> Interval:
-    """Central interval from the variance components, lognormal in device time and in energy."""
+    """Central interval from the variance components, lognormal in time and in energy."""
+    # The step as if the host never held it up beyond its serial part; that comes on top at the end.
+    serial = replace(host, step_s=host.serial_s, serial_share=1.0)
+    base = _compose(arrays, workers, constants, serial, without)
 
     def shifted(
         latency: Array | float, energy: Array | float, cap: float = 1.0
@@ -356,10 +401,9 @@ def _interval(
             )
             for w in workers
         ]
-        c = _compose(arrays, moved, constants, 0.0, without)
-        return math.log(c.device_s / base.device_s), math.log(c.energy_j / reference)
+        c = _compose(arrays, moved, constants, serial, without)
+        return math.log(c.latency_s / base.latency_s), math.log(c.energy_j / base.energy_j)
 
-    reference = _compose(arrays, workers, constants, 0.0, without).energy_j
     kinds = np.array([str(o.kind) for o in ops])
     t_se = np.array([c.latency_rel_se for c in costs])
     e_se = np.array([c.energy_rel_se for c in costs])
@@ -376,15 +420,15 @@ def _interval(
         own = kinds == kind
         moves.append(shifted(1.0 + own * t_se, 1.0 + own * t_se))
         moves.append(shifted(1.0, 1.0 + own * p_se))
-    z = NormalDist().inv_cdf(0.5 + LEVEL / 2)
-    sd_t = math.hypot(spreads.latency, *(m[0] for m in moves))
-    sd_e = math.hypot(spreads.energy, *(m[1] for m in moves))
-    device = [base.device_s * math.exp(s * z * sd_t) for s in (-1, 1)]
-    host_s = [host.step_s * math.exp(s * z * host.rel_se) for s in (-1, 1)] if host else [0.0, 0.0]
-    latency = [max(d, h) for d, h in zip(device, host_s, strict=True)]
     wait_w = sum(w.idle_w + constants.wait_w for w in workers)
+    serial_s = serial.step_s * host.rel_se
+    z = NormalDist().inv_cdf(0.5 + LEVEL / 2)
+    sd_t = math.hypot(spreads.latency, serial_s / base.latency_s, *(m[0] for m in moves))
+    sd_e = math.hypot(spreads.energy, wait_w * serial_s / base.energy_j, *(m[1] for m in moves))
+    host_s = [host.step_s * math.exp(s * z * host.rel_se) for s in (-1, 1)]
+    latency = [max(base.latency_s * math.exp(s * z * sd_t), h) for s, h in zip((-1, 1), host_s, strict=True)]
     energy = [
-        reference * math.exp(s * z * sd_e) + wait_w * max(0.0, h - base.device_s)
+        base.energy_j * math.exp(s * z * sd_e) + wait_w * max(0.0, h - base.latency_s)
         for s, h in zip((-1, 1), host_s, strict=True)
     ]
     return Interval(

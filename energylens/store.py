@@ -188,7 +188,7 @@ def sample_key(
 # --------------------------------------------------------------------------- text form of ops
 
 _OP = re.compile(
-    r"(?P<name>[\w.\-]+)=(?P<kernel>\w+):(?P<dtype>\w+)\((?P<sizes>[^)]*)\)"
+    r"(?P<name>[\w.+\-]+)=(?P<kernel>\w+):(?P<dtype>\w+)\((?P<sizes>[^)]*)\)"
     r"(?: x(?P<count>\d+))?(?: @(?P<launches>\d+))?"
 )
 

@@ -257,7 +257,7 @@ class BoardRun:
                     self._session.uuid, point.start_s, point.end_s
                 )
                 trial = host_trial(point, [reading])
-                self._append("host", point.label, point.ops, trial, "eager")
+                self._append("host", point.label, point.ops, trial, str(point.mode))
         except UnsupportedError as error:
             self._report.skipped[str(error)] += 1
         self._bar.step("host", 1.0)

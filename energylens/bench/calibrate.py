@@ -49,7 +49,7 @@ __all__ = ["Machine", "collectives_worker", "run"]
 
 REPORT_SCHEMA = "energylens/calibration/v1"
 BLOCKS = ("collectives", "ops", "mixes", "host")
-PROVIDERS: Mapping[str, str] = {"torch": "hf"}
+PROVIDERS: Mapping[str, str] = {"torch": "hf", "vllm": "vllm"}
 """Provider -> engine profile whose kernels it runs."""
 DEFAULT_MINUTES = 5.0
 DEFAULT_SPEC = "llama3_8b"
@@ -287,15 +287,21 @@ def _nvml_meter() -> AbstractMeter:
 
 
 def _provider(name: str, ordinal: int) -> Provider:
-    missing = [m for m in ("torch", "transformers") if importlib.util.find_spec(m) is None]
+    needs = {"torch": ("torch", "transformers"), "vllm": ("torch", "transformers", "vllm")}[name]
+    missing = [m for m in needs if importlib.util.find_spec(m) is None]
     if missing:
+        extra = "vllm" if "vllm" in missing else "gpu"
         raise UnsupportedError(
-            f"the {name} provider needs {' and '.join(missing)}; `pip install '.[gpu]'` in the "
+            f"the {name} provider needs {' and '.join(missing)}; `pip install '.[{extra}]'` in the "
             "checkout"
         )
+    if name == "vllm":
+        from energylens.bench.vllm_kernels import VllmProvider
+
+        return VllmProvider(ordinal)
     from energylens.bench.kernels import TorchProvider
 
-    return {"torch": TorchProvider}[name](ordinal)
+    return TorchProvider(ordinal)
 
 
 def _torchrun(workers: int, arguments: Sequence[str]) -> int:

@@ -31,6 +31,8 @@ WEIGHT_STD = 0.02
 
 Call = Callable[[], object]
 Built = tuple[list[Call], float]
+"""One call per buffer set, and the bytes that all of them hold."""
+Builder = Callable[["Maker", Mapping[str, int]], Built]
 
 
 class GraphWork:
@@ -99,9 +101,15 @@ class TorchProvider:
 
     name = "torch"
 
-    def __init__(self, device: int = 0) -> None:
-        """Bind to one CUDA ordinal (after CUDA_VISIBLE_DEVICES)."""
+    def __init__(self, device: int = 0, builders: Mapping[str, Builder] | None = None) -> None:
+        """Bind to one CUDA ordinal (after CUDA_VISIBLE_DEVICES).
+
+        Args:
+            device: the ordinal.
+            builders: what runs each kernel, `BUILDERS` by default.
+        """
         self.device = device
+        self._builders = BUILDERS if builders is None else builders
 
     def work(self, op: Op) -> GraphWork:
         """Buffers and a captured graph for ``op``.
@@ -121,15 +129,14 @@ class TorchProvider:
         import torch
 
         dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-        if op.kernel not in _BUILDERS:
-            raise UnsupportedError(f"the torch provider has no runnable for kernel {op.kernel!r}")
+        if op.kernel not in self._builders:
+            raise UnsupportedError(f"this provider has no runnable for kernel {op.kernel!r}")
         if op.dtype not in dtypes:
-            raise UnsupportedError(f"the torch provider runs {', '.join(dtypes)}, not {op.dtype}")
+            raise UnsupportedError(f"this provider runs {', '.join(dtypes)}, not {op.dtype}")
         sizes = {d: int(v) for d, v in op.sizes.items()}
         with torch.cuda.device(self.device), torch.inference_mode():
-            return _BUILDERS[op.kernel](
-                _Maker(torch, f"cuda:{self.device}", dtypes[op.dtype]), sizes
-            )
+            make = Maker(torch, f"cuda:{self.device}", dtypes[op.dtype])
+            return self._builders[op.kernel](make, sizes)
 
     def mix_work(self, ops: Sequence[Op]) -> GraphWork:
         """One graph that executes each op ``op.count`` times in turn: one execution of the mix."""
@@ -195,7 +202,7 @@ class TorchProvider:
         """
         import torch
 
-        maker = _Maker(torch, f"cuda:{self.device}", torch.bfloat16)
+        maker = Maker(torch, f"cuda:{self.device}", torch.bfloat16)
         with torch.cuda.device(self.device), torch.inference_mode():
             if name == "stream":
                 # A copy would be captured as a memcpy node, which runs on a copy engine at two
@@ -261,13 +268,14 @@ def _cpu() -> str:
     return next(names, platform.machine())
 
 
-class _Maker:
+class Maker:
     """Random tensors of one dtype on one device."""
 
     def __init__(self, torch: Any, device: str, dtype: Any) -> None:
         self.torch, self.device, self.dtype = torch, device, dtype
 
     def normal(self, *shape: int, std: float = 1.0) -> Any:
+        """N(0, std)."""
         return self.torch.empty(*shape, dtype=self.dtype, device=self.device).normal_(0.0, std)
 
     def heads(self, batch: int, length: int, heads: int, dim: int) -> Any:
@@ -275,14 +283,15 @@ class _Maker:
         return self.normal(batch, length, heads, dim).transpose(1, 2)
 
 
-def _copies(cold_bytes: float) -> int:
-    return max(1, min(MAX_NODES, math.ceil(ROTATE_BYTES / cold_bytes)))
+def copies_of(cold_bytes: float, most: int = MAX_NODES) -> int:
+    """Buffer sets that together outlast any cache, at ``cold_bytes`` each."""
+    return max(1, min(most, math.ceil(ROTATE_BYTES / cold_bytes)))
 
 
-def _gemm(make: _Maker, s: Mapping[str, int]) -> Built:
+def _gemm(make: Maker, s: Mapping[str, int]) -> Built:
     linear = make.torch.nn.functional.linear
     m, n, k = s["m"], s["n"], s["k"]
-    copies = _copies(2.0 * n * k)
+    copies = copies_of(2.0 * n * k)
     x = make.normal(m, k)
     weights = [make.normal(n, k, std=WEIGHT_STD) for _ in range(copies)]
     return [partial(linear, x, w) for w in weights], 2.0 * (copies * n * k + m * k + m * n)
@@ -298,7 +307,7 @@ class _Attention:
         self.num_key_value_groups = groups
 
 
-def _attention(make: _Maker, s: Mapping[str, int], *, masked: bool) -> Built:
+def _attention(make: Maker, s: Mapping[str, int], *, masked: bool) -> Built:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if s["new"] not in (1, s["context"]):
@@ -320,7 +329,7 @@ def _attention(make: _Maker, s: Mapping[str, int], *, masked: bool) -> Built:
     return [call], 2.0 * (2 * k.numel() + 2 * q.numel())
 
 
-def _rmsnorm(make: _Maker, s: Mapping[str, int]) -> Built:
+def _rmsnorm(make: Maker, s: Mapping[str, int]) -> Built:
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     norm = LlamaRMSNorm(s["width"]).to(device=make.device, dtype=make.dtype)
@@ -328,7 +337,7 @@ def _rmsnorm(make: _Maker, s: Mapping[str, int]) -> Built:
     return [lambda: norm(x)], 2.0 * 8 * x.numel()
 
 
-def _rope(make: _Maker, s: Mapping[str, int]) -> Built:
+def _rope(make: Maker, s: Mapping[str, int]) -> Built:
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     q = make.heads(s["batch"], s["new"], s["q_heads"], s["head_dim"])
@@ -337,18 +346,18 @@ def _rope(make: _Maker, s: Mapping[str, int]) -> Built:
     return [lambda: apply_rotary_pos_emb(q, k, cos, sin)], 2.0 * 6 * (q.numel() + k.numel())
 
 
-def _silu_mul(make: _Maker, s: Mapping[str, int]) -> Built:
+def _silu_mul(make: Maker, s: Mapping[str, int]) -> Built:
     silu = make.torch.nn.functional.silu
     gate, up = (make.normal(s["rows"], s["width"]) for _ in range(2))
     return [lambda: silu(gate) * up], 2.0 * 4 * gate.numel()
 
 
-def _add(make: _Maker, s: Mapping[str, int]) -> Built:
+def _add(make: Maker, s: Mapping[str, int]) -> Built:
     x, y = (make.normal(s["rows"], s["width"]) for _ in range(2))
     return [lambda: x + y], 2.0 * 3 * x.numel()
 
 
-def _prepare(make: _Maker, s: Mapping[str, int]) -> Built:
+def _prepare(make: Maker, s: Mapping[str, int]) -> Built:
     from transformers import LlamaConfig
     from transformers.cache_utils import DynamicCache
     from transformers.masking_utils import create_causal_mask
@@ -386,7 +395,7 @@ def _prepare(make: _Maker, s: Mapping[str, int]) -> Built:
     return [call], 4.0 * s["new"] * s["head_dim"] + 4.0 * s["batch"] * s["context"] * s["head_dim"]
 
 
-def _embedding(make: _Maker, s: Mapping[str, int]) -> Built:
+def _embedding(make: Maker, s: Mapping[str, int]) -> Built:
     vocabulary = 1 << 15
     table = make.normal(vocabulary, s["width"], std=WEIGHT_STD)
     ids = make.torch.randint(vocabulary, (s["rows"],), device=make.device)
@@ -394,7 +403,7 @@ def _embedding(make: _Maker, s: Mapping[str, int]) -> Built:
     return [lambda: embedding(ids, table)], 2.0 * (table.numel() + s["rows"] * s["width"])
 
 
-def _kv_concat(make: _Maker, s: Mapping[str, int]) -> Built:
+def _kv_concat(make: Maker, s: Mapping[str, int]) -> Built:
     cat = make.torch.cat
     batch, heads, dim = s["batch"], s["kv_heads"], s["head_dim"]
     past_len = s["context"] - s["new"]
@@ -402,7 +411,7 @@ def _kv_concat(make: _Maker, s: Mapping[str, int]) -> Built:
     if not past_len:
         empty = make.torch.tensor([], dtype=make.dtype, device=make.device)
         return [lambda: (cat([empty, k], dim=-2), cat([empty, v], dim=-2))], 2.0 * 4 * k.numel()
-    copies = _copies(2.0 * 2 * batch * heads * past_len * dim)
+    copies = copies_of(2.0 * 2 * batch * heads * past_len * dim)
     pasts = [[make.normal(batch, heads, past_len, dim) for _ in range(2)] for _ in range(copies)]
 
     def append(past_k: Any, past_v: Any) -> object:
@@ -412,7 +421,7 @@ def _kv_concat(make: _Maker, s: Mapping[str, int]) -> Built:
     return [partial(append, *past) for past in pasts], footprint
 
 
-def _repeat_kv(make: _Maker, s: Mapping[str, int]) -> Built:
+def _repeat_kv(make: Maker, s: Mapping[str, int]) -> Built:
     from transformers.integrations.sdpa_attention import repeat_kv
 
     groups = s["q_heads"] // s["kv_heads"]
@@ -422,12 +431,12 @@ def _repeat_kv(make: _Maker, s: Mapping[str, int]) -> Built:
     ) * k.numel()
 
 
-def _argmax(make: _Maker, s: Mapping[str, int]) -> Built:
+def _argmax(make: Maker, s: Mapping[str, int]) -> Built:
     logits = make.normal(s["rows"], s["width"])
     return [lambda: logits.argmax(dim=-1)], 2.0 * logits.numel()
 
 
-_BUILDERS: dict[str, Callable[[_Maker, Mapping[str, int]], Built]] = {
+BUILDERS: Mapping[str, Builder] = {
     "gemm": _gemm,
     "attention_prefill": lambda make, s: _attention(make, s, masked=False),
     "attention_decode": lambda make, s: _attention(make, s, masked=False),

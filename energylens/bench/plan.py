@@ -180,7 +180,7 @@ def _candidates(
     cells: list[tuple[int, int, float]] = []
     groups: list[tuple[str, int, str]] = []  # one per step
     reason = ""
-    for spec, tp, step in itertools.product(specs, tps, planned_steps()):
+    for spec, tp, step in itertools.product(specs, tps, planned_steps(engine)):
         lowered = lower_step(spec, engine, Parallelism(tp=tp), step)
         if isinstance(lowered, Infeasible):
             reason = f"{spec.name} at tp={tp}: {lowered.reason}"
@@ -208,12 +208,14 @@ def _candidates(
     return _Candidates(tuple(ops), shares, weights)
 
 
-def planned_steps() -> tuple[Step, ...]:
-    """Engine steps that a plan serves: eager prefills, decode steps eager and captured."""
-    prefills = [Step.prefill(batch, length, Mode.EAGER) for batch, length in PREFILLS]
+def planned_steps(engine: Engine) -> tuple[Step, ...]:
+    """Engine steps that a plan serves: prefills, and decode steps in every launch mode."""
+    eager = engine.serving is None
+    prefill_mode = Mode.EAGER if eager else Mode.SERVING
+    prefills = [Step.prefill(batch, length, prefill_mode) for batch, length in PREFILLS]
     decodes = [
         Step.decode(batch, context, mode)
-        for mode in (Mode.EAGER, Mode.CUDA_GRAPH)
+        for mode in ((Mode.EAGER, Mode.CUDA_GRAPH) if eager else (Mode.SERVING,))
         for batch in DECODE_BATCHES
         for context in DECODE_CONTEXTS
     ]

@@ -367,7 +367,7 @@ def _host(rig: Rig, spec: Spec, scribe: _Scribe | None) -> None:
                 start, end = point.start_s, point.end_s
                 readings = [scribe.recorder.reading(u, start, end) for u in scribe.uuids]
                 trial = host_trial(point, readings)
-                scribe.write("host", point.label, point.ops, trial, mode="eager")
+                scribe.write("host", point.label, point.ops, trial, mode=str(point.mode))
     except UnsupportedError as error:
         if scribe:
             scribe.write("host", spec.name, (), None, mode="eager", reason=str(error))

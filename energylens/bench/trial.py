@@ -90,7 +90,7 @@ class MixPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPoint:
-    """Eager forwards that wait for the host.
+    """Steps that wait for the host, or show what part of its time the device does not hide.
 
     Attributes:
         label: model, phase, layers and workers.
@@ -105,6 +105,7 @@ class HostPoint:
     spread: float
     start_s: float
     end_s: float
+    mode: Mode = Mode.EAGER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

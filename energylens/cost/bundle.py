@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from energylens.cost.board import Spread
+from energylens.cost.features import StepShape
 from energylens.cost.model import CostModelSet, KernelModel, Key, Published
 from energylens.cost.regress import GaussianProcess
 from energylens.errors import CalibrationError
@@ -58,11 +59,42 @@ class Laws:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepHost:
+    """Host time of a serving engine's step, in seconds.
+
+    Attributes:
+        step_s: of any step; sequence_s, token_s: more for each sequence and new token;
+        layer_s: more for each layer where the step is too large to be captured.
+        serial_share: part of all that during which no kernel of the step runs.
+    """
+
+    step_s: float
+    sequence_s: float
+    token_s: float
+    layer_s: float
+    serial_share: float
+
+    def total_s(self, shape: StepShape) -> float:
+        """Seconds of one step."""
+        layers = 0 if shape.is_captured else shape.layers
+        return (
+            self.step_s
+            + self.sequence_s * shape.sequences
+            + self.token_s * shape.tokens
+            + self.layer_s * layers
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HostLaw:
-    """Host time of an eager step: ``launches * launch_s``, by number of workers (1, or more).
+    """Host time of a step, by number of workers (1, or more).
+
+    An eager step takes ``launches * launch_s``; a serving engine's step what its `StepHost` says.
 
     Attributes:
         launch_s: seconds per launch on the host of ``anchor``, keyed by workers.
+        steps: serving steps that follow each other without a pause, keyed by workers.
+        lone_steps: serving steps that start when nothing else runs, likewise.
         wait_w: above-idle watts of a board that waits for its host, keyed by workers.
         anchor: median of the hosts that made the bundle; another host's times scale with its
             module time.
@@ -73,10 +105,12 @@ class HostLaw:
     wait_w: Mapping[int, float]
     anchor: HostAnchor
     rel_se: float
+    steps: Mapping[int, StepHost] = field(default_factory=dict)
+    lone_steps: Mapping[int, StepHost] = field(default_factory=dict)
 
     def nearest(self, workers: int) -> int:
         """The measured count that stands for ``workers``: the largest that does not exceed it."""
-        known = sorted(self.launch_s)
+        known = sorted(self.wait_w)
         return max((n for n in known if n <= workers), default=known[0])
 
 
@@ -207,6 +241,8 @@ def _content(bundle: Bundle) -> dict[str, Any]:
             "wait_w": {str(k): v for k, v in bundle.host.wait_w.items()},
             "anchor": asdict(bundle.host.anchor),
             "rel_se": bundle.host.rel_se,
+            "steps": {str(k): asdict(v) for k, v in bundle.host.steps.items()},
+            "lone_steps": {str(k): asdict(v) for k, v in bundle.host.lone_steps.items()},
         },
         "published": None
         if bundle.published is None
@@ -289,6 +325,8 @@ def _parse(d: Mapping[str, Any], sha256: str) -> Bundle:
             wait_w={int(k): float(v) for k, v in host["wait_w"].items()},
             anchor=HostAnchor(**host["anchor"]),
             rel_se=float(host["rel_se"]),
+            steps={int(k): StepHost(**v) for k, v in host["steps"].items()},
+            lone_steps={int(k): StepHost(**v) for k, v in host["lone_steps"].items()},
         ),
         published=None
         if published is None

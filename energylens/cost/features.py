@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from energylens.graph import Op
+from energylens.graph import SPLIT_TOKENS, Op
+from energylens.results import Kind
 from energylens.spec.system import Device
 
 Array = NDArray[np.float64]
@@ -108,6 +109,36 @@ def _collective_prior(op: Op, device: Device) -> Prior:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepShape:
+    """What the host time of a serving step depends on.
+
+    Attributes:
+        sequences, tokens: served, and new tokens of all of them.
+        layers: of the model.
+    """
+
+    sequences: float
+    tokens: float
+    layers: int
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether the step is small enough to be launched as captured graphs."""
+        return self.tokens <= SPLIT_TOKENS
+
+
+def step_shape(ops: Sequence[Op]) -> StepShape:
+    """Shape of the step that consists of ``ops``, from its attention."""
+    attention = [o for o in ops if o.kind is Kind.ATTENTION]
+    sizes = [o.sizes for o in attention]
+    return StepShape(
+        sequences=sum(s["batch"] for s in sizes),
+        tokens=sum(s["batch"] * s["new"] for s in sizes),
+        layers=max((o.count for o in attention), default=0),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
     """How an op's time and power depend on clock and board; see `energylens.results.Cost`."""
 
@@ -138,8 +169,17 @@ def shares(op: Op, p: Prior, latency_s: float, compute_scale: float) -> Shares:
     return Shares(compute=compute, read=read, dram=(1.0 - compute) * used)
 
 
-_READERS = frozenset({"gemm", "attention_decode"})
-_MATRIX = frozenset({"gemm", "attention_prefill", "attention_decode", "attention_decode_masked"})
+_READERS = frozenset({"gemm", "attention_decode", "vllm_attention_decode"})
+_MATRIX = frozenset(
+    {
+        "gemm",
+        "attention_prefill",
+        "attention_decode",
+        "attention_decode_masked",
+        "vllm_attention_prefill",
+        "vllm_attention_decode",
+    }
+)
 
 
 def _log2(*values: float) -> list[float]:
@@ -181,6 +221,15 @@ def _attention_decode(op: Op, device: Device) -> list[float]:
     return [*_log2(*sizes), _aligned(s["context"])]
 
 
+def _paged_prefill(op: Op, device: Device) -> list[float]:
+    s = op.sizes
+    return [*_attention_prefill(op, device), float(s["batch"] * s["new"] <= SPLIT_TOKENS)]
+
+
+def _paged_decode(op: Op, device: Device) -> list[float]:
+    return _attention_decode(op, device)[:-1]
+
+
 def _aligned(context: float) -> float:
     """Whether rows of 16-bit values over the context start on 16-byte boundaries: kernels care."""
     return float(context % 8 == 0)
@@ -189,6 +238,11 @@ def _aligned(context: float) -> float:
 def _rope(op: Op, device: Device) -> list[float]:
     s = op.sizes
     return _log2(s["batch"] * s["new"], (s["q_heads"] + s["kv_heads"]) * s["head_dim"])
+
+
+def _kv_write(op: Op, device: Device) -> list[float]:
+    s = op.sizes
+    return _log2(s["batch"] * s["new"], s["kv_heads"] * s["head_dim"])
 
 
 def _kv_concat(op: Op, device: Device) -> list[float]:
@@ -223,7 +277,15 @@ _FEATURES: Mapping[str, tuple[tuple[str, ...], Callable[[Op, Device], list[float
         ("context", "kv", "group", "head_dim", "aligned"),
         _attention_decode,
     ),
+    "vllm_attention_prefill": (
+        ("new", "context", "heads", "group", "head_dim", "split"),
+        _paged_prefill,
+    ),
+    "vllm_attention_decode": (("context", "kv", "group", "head_dim"), _paged_decode),
     "hf_rope": (("tokens", "width"), _rope),
+    "vllm_rope": (("tokens", "width"), _rope),
+    "vllm_norm_rope": (("tokens", "width"), _rope),
+    "vllm_kv_write": (("tokens", "width"), _kv_write),
     "hf_kv_concat": (("context", "width", "growth"), _kv_concat),
     "hf_repeat_kv": (("context", "width", "group", "aligned"), _repeat_kv),
     "hf_prepare": (("new", "batch", "context"), _prepare),

@@ -42,6 +42,7 @@ BUS_FACTOR = {
     "all_gather": lambda n: (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,
     "all_to_all": lambda n: (n - 1) / n,
+    "vllm_all_reduce": lambda n: 2 * (n - 1) / n,
 }
 """Traffic per worker over the size of the result, as nccl-tests define bus bandwidth."""
 

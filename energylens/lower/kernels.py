@@ -130,7 +130,8 @@ class _Rowwise:
     """A kernel whose work grows with the rows of the step.
 
     Attributes:
-        per: step rank that makes the rows: ``s`` (all new tokens), ``b`` (sequences), ``""`` (one).
+        per: step rank that makes the rows: ``s`` (all new tokens, padded to the next captured size
+            where the engine does that), ``b`` (sequences), ``""`` (one).
         scaled: sizes per row; fixed: sizes that do not depend on the step.
     """
 
@@ -143,14 +144,17 @@ class _Rowwise:
     fixed: Mapping[str, float]
 
     def ops(self, engine: Engine, step: Step) -> Iterator[Op]:
-        rows = {"s": step.tokens, "b": step.batch, "": 1}[self.per]
+        tokens = step.tokens
+        if step.mode is Mode.SERVING and engine.serving is not None:
+            tokens = engine.serving.padded(tokens)
+        rows = {"s": tokens, "b": step.batch, "": 1}[self.per]
         sizes = dict(self.fixed)
         for dim, per_row in self.scaled.items():
             sizes[dim] = rows * per_row
-        if len({s.new for s in step.sequences}) == 1:
+        if len({s.new for s in step.sequences}) == 1 and tokens == step.tokens:
             sizes["batch"], sizes["new"] = step.batch, step.sequences[0].new
-        else:  # a mixed step: all tokens as one sequence
-            sizes["batch"], sizes["new"] = 1, step.tokens
+        else:  # a mixed or padded step: all tokens as one sequence
+            sizes["batch"], sizes["new"] = 1, tokens
         name, dtype, count = self.name, self.dtype, self.count
         yield _op(engine, step.mode, self.key, sizes, name=name, dtype=dtype, count=count)
 

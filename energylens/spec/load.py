@@ -27,7 +27,7 @@ from energylens.spec.model import (
     Precision,
     Spec,
 )
-from energylens.spec.system import Cluster, Device, Engine, Kernel, Link, Mode, Phase
+from energylens.spec.system import Cluster, Device, Engine, Kernel, Link, Mode, Phase, Serving
 from energylens.units import BITS, BYTES_PER_GB
 
 RESOURCES = ("specs", "devices", "engines", "clusters")
@@ -418,6 +418,7 @@ def load_engine(name: str) -> Engine:
             "moe_dispatch",
             "assumed_rel_se",
             "reserve_bytes",
+            "serving",
         ),
     )
     modes = fields["modes"].mapping((Phase.PREFILL, Phase.DECODE))
@@ -440,6 +441,8 @@ def load_engine(name: str) -> Engine:
         optional["assumed_rel_se"] = fields["assumed_rel_se"].number()
     if "reserve_bytes" in fields:
         optional["reserve_bytes"] = fields["reserve_bytes"].number()
+    if "serving" in fields:
+        optional["serving"] = _serving(fields["serving"])
     return Engine(
         name=fields["name"].text(),
         version=fields["version"].text(),
@@ -449,6 +452,27 @@ def load_engine(name: str) -> Engine:
         source=fields["source"].text(),
         **optional,
     )
+
+
+def _serving(field: Field) -> Serving:
+    sizes = ("batch_tokens", "offline_batch_tokens", "max_sequences", "block_size")
+    fields = field.mapping((*sizes, "memory_share", "capture_sizes"))
+    return Serving(
+        **{name: fields[name].integer() for name in sizes},
+        memory_share=fields["memory_share"].number(),
+        capture_sizes=tuple(
+            sorted({size for item in fields["capture_sizes"].items() for size in _range(item)})
+        ),
+    )
+
+
+def _range(field: Field) -> range:
+    """``[first, last, step]``, the last included."""
+    bounds = [item.integer() for item in field.items()]
+    if len(bounds) != 3:
+        raise field.expected("[first, last, step]")
+    first, last, step = bounds
+    return range(first, last + 1, step)
 
 
 def _kernel(field: Field) -> Kernel:

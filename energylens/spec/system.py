@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from energylens.errors import OutOfRangeError
@@ -92,6 +93,32 @@ class Kernel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """How an engine forms steps out of requests; the engine's own defaults.
+
+    Attributes:
+        batch_tokens: most new tokens of a step when a server forms it; a longer prompt is chunked.
+        offline_batch_tokens: the same when a batch is handed over at once, as `predict` does.
+        max_sequences: most sequences that run at a time.
+        block_size: tokens of one block of the KV cache.
+        memory_share: part of the device memory that weights, activations and KV cache may take.
+        capture_sizes: tokens of the captured graphs, ascending; a step is padded to the next of
+            them, and above the last nothing is captured.
+    """
+
+    batch_tokens: int
+    offline_batch_tokens: int
+    max_sequences: int
+    block_size: int
+    memory_share: float
+    capture_sizes: tuple[int, ...]
+
+    def padded(self, tokens: int) -> int:
+        """Rows that the token-wise kernels of a step of ``tokens`` new tokens run on."""
+        return next((size for size in self.capture_sizes if size >= tokens), tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
     """How a graph becomes kernels.
 
@@ -112,6 +139,7 @@ class Engine:
         assumed_rel_se: relative error to expect of a step because another engine's kernels stand in
             for this one's own, or its host time is not known; 0 where it was calibrated.
         reserve_bytes: device memory that the engine and the CUDA context take for themselves.
+        serving: how it forms steps out of requests; None where it has no scheduler.
     """
 
     name: str
@@ -128,6 +156,7 @@ class Engine:
     moe_dispatch: str = "allreduce"
     assumed_rel_se: float = 0.0
     reserve_bytes: float = 0.0
+    serving: Serving | None = None
     source: str = ""
 
 
@@ -182,6 +211,36 @@ class Step:
     def decode(cls, batch: int, context_len: float, mode: Mode) -> Step:
         """One step of the whole batch; ``context_len`` includes the current token."""
         return cls(sequences=(Sequences(count=batch, new=1, context=context_len),), mode=mode)
+
+
+def chunked(step: Step, batch_tokens: int) -> tuple[Step, ...]:
+    """A prefill as an engine runs it that takes at most ``batch_tokens`` new tokens at a time.
+
+    Sequences go in order; the one that does not fit any more is cut, and its rest goes first next.
+    """
+    parts: list[list[tuple[int, float]]] = [[]]  # of each step: new tokens, context
+    left = batch_tokens
+    for group in step.sequences:
+        for _ in range(group.count):
+            done = group.context - group.new
+            while done < group.context:
+                if not left:
+                    parts.append([])
+                    left = batch_tokens
+                new = min(left, int(group.context - done))
+                done += new
+                left -= new
+                parts[-1].append((new, done))
+    return tuple(
+        replace(
+            step,
+            sequences=tuple(
+                Sequences(count=count, new=new, context=context)
+                for (new, context), count in Counter(own).items()
+            ),
+        )
+        for own in parts
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

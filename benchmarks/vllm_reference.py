@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
 import time
 from collections import defaultdict
 from dataclasses import asdict
@@ -38,10 +39,10 @@ PROMPT, GENERATION = (600, 0.7, 64, 4096), (150, 0.6, 16, 600)
 """Median, logarithmic deviation, least and most tokens of a request's prompt and answer."""
 
 KINDS = (
-    ("gemm", ("nvjet", "splitk", "cutlass_80", "gemm", "gemv")),
+    ("gemm", ("nvjet", "splitk", "gemm", "gemv")),
+    ("copy", ("reshape_and_cache", "embedding")),
     ("attention", ("flash", "attn")),
     ("norm", ("norm",)),
-    ("copy", ("reshape_and_cache", "embedding")),
     ("sampling", ("gumbel", "argmax")),
     ("collective", ("nccl", "all_reduce", "cross_device_reduce")),
     ("elementwise", ("triton_poi",)),
@@ -111,7 +112,7 @@ def measure(spec_name: str, anchor: Path, out: Path, workers: int) -> None:
                     "phase": phase,
                     "batch": batch,
                     "prompt_len": length,
-                    **profiled(engine, phase, batch, length),
+                    "kernels": profiled(engine, phase, batch, length),
                 }
             )
         for phase, batch, length in WHOLE_STEPS:
@@ -149,8 +150,8 @@ def measure(spec_name: str, anchor: Path, out: Path, workers: int) -> None:
     save()
 
 
-def profiled(engine: Any, phase: str, batch: int, length: int) -> dict[str, dict[str, float]]:
-    """Kernel seconds by op kind and by kernel of one prefill, or per decode step of a few."""
+def profiled(engine: Any, phase: str, batch: int, length: int) -> dict[str, float]:
+    """Seconds of each CUDA kernel in one prefill, or per decode step of a few."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -161,15 +162,120 @@ def profiled(engine: Any, phase: str, batch: int, length: int) -> dict[str, dict
     ):
         for _ in range(steps):
             step()
-    kinds: dict[str, float] = defaultdict(float)
     names: dict[str, float] = defaultdict(float)
     for event in prof.events():
         if event.device_type == DeviceType.CUDA:
-            seconds = 1e-6 * (event.time_range.end - event.time_range.start) / steps
-            kinds[kind_of(event.name)] += seconds
-            names[event.name[:80]] += seconds
-    top = sorted(names, key=lambda n: names[n], reverse=True)[:24]
-    return {"kernel_s": dict(kinds), "kernels": {n: names[n] for n in top}}
+            names[event.name[:80]] += 1e-6 * (event.time_range.end - event.time_range.start) / steps
+    return dict(names)
+
+
+def compare(path: Path) -> None:
+    """Print signed errors of the prediction: by op kind, of whole steps, of continuous batching."""
+    from energylens.anchors import anchors_from_json
+    from energylens.predict import Catalogue, predict
+    from energylens.results import Infeasible
+    from energylens.serving import Limits, Traffic, serve
+    from energylens.spec.system import Config, Parallelism, Phase, Workload
+
+    document = json.loads(path.read_text(encoding="utf-8"))
+    anchors = anchors_from_json(document["anchors"], where=str(path))
+    catalogue = Catalogue()
+    engine, device = catalogue.engine("vllm"), catalogue.device("h200")
+    config = Config(parallelism=Parallelism(tp=document["tp"]))
+    common: dict[str, Any] = {
+        "engine": engine,
+        "device": device,
+        "config": config,
+        "bundles": catalogue.bundles(device, engine),
+        "anchors": anchors,
+        "link": catalogue.link(device, document["tp"]),
+    }
+    spec = catalogue.spec(document["spec"])
+
+    def predicted(row: dict[str, Any], without: frozenset[str] = frozenset()) -> Any:
+        result = predict(
+            spec,
+            workload=Workload(
+                batch=row["batch"],
+                prompt_len=row["prompt_len"],
+                gen_len=1,
+                context_len=row.get("context_len", row["prompt_len"] + PROFILED_STEPS),
+            ),
+            phases=(Phase(row["phase"]),),
+            without=without,
+            **common,
+        )
+        if isinstance(result, Infeasible):
+            raise SystemExit(result.reason)
+        return result
+
+    print(f"{document['spec']} tp{document['tp']}, {document['time']}, {document['versions']}")
+    for row in document["profiles"]:
+        print(
+            f"\nkernels of {row['phase']} {row['batch']}x{row['prompt_len']}, no cap, host or gap:"
+        )
+        parts: dict[str, float] = defaultdict(float)
+        for part in predicted(row, frozenset({"cap", "host", "gap"})).breakdown:
+            parts[str(part.kind)] += part.latency_s
+        found: dict[str, float] = defaultdict(float)
+        for name, seconds in row["kernels"].items():
+            found[kind_of(name)] += seconds
+        pairs = [(k, parts.get(k, 0.0), m) for k, m in found.items()]
+        pairs.sort(key=lambda p: -p[2])
+        for kind, p, m in (*pairs, ("all", sum(parts.values()), sum(found.values()))):
+            print(f"  {kind:12s} {p * 1e3:9.3f} / {m * 1e3:9.3f} ms {100 * (p / m - 1):+6.1f} %")
+    print("\nwhole steps, all laws: measured, error of latency and of energy, regime")
+    for row in document["rows"]:
+        r = predicted(row).phases[row["phase"]]
+        energy = sum(row["power_w"]) * row["latency_s"]
+        inside = r.interval.latency_s[0] <= row["latency_s"] <= r.interval.latency_s[1]
+        print(
+            f"  {row['phase']:7s} {row['batch']:3d}x{row['prompt_len']:<5d} "
+            f"{row['latency_s'] * 1e3:8.2f} ms {100 * (r.latency_s / row['latency_s'] - 1):+6.1f} %"
+            f"  {energy:8.3f} J {100 * (r.energy_j / energy - 1):+6.1f} %"
+            f"  {r.regime}{'' if inside else '  (outside the 90 % interval)'}"
+        )
+    if "serving" not in document:
+        return
+    measured = _served(document["serving"])
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as arrivals:
+        arrivals.write("\n".join(map(str, measured["arrival_s"])))
+        arrivals.flush()
+        result = serve(
+            spec,
+            traffic=Traffic(
+                arrivals=arrivals.name,
+                lengths=tuple(zip(measured["prompt_len"], measured["gen_len"], strict=True)),
+            ),
+            limits=Limits(batch_tokens=document["engine"]["batch_tokens"]),
+            **common,
+        )
+    if isinstance(result, Infeasible):
+        raise SystemExit(result.reason)
+    first, last = (np.array(measured[k]) for k in ("first_s", "last_s"))
+    arrival, gen = np.array(measured["arrival_s"]), np.array(measured["gen_len"])
+    tpot = (last - first)[gen > 1] / (gen[gen > 1] - 1)
+    rate = len(arrival) / (arrival[-1] - arrival[0])
+    print(
+        f"\ncontinuous batching: {len(arrival)} requests, {rate:.1f}/s, predicted to saturate at "
+        f"{result.saturation_rate_per_s:.1f}/s ({100 * rate / result.saturation_rate_per_s:.0f} %)"
+    )
+    energy = sum(document["serving"]["power_w"]) * (measured["end_s"] - arrival[0])
+    for name, p, m in (
+        ("J/request", result.energy_per_request_j, energy / len(arrival)),
+        ("mean TPOT, ms", 1e3 * result.tpot_s.mean, 1e3 * tpot.mean()),
+        ("p99 TPOT, ms", 1e3 * result.tpot_s.p99, 1e3 * np.percentile(tpot, 99)),
+        ("mean TTFT, ms", 1e3 * result.ttft_s.mean, 1e3 * (first - arrival).mean()),
+        ("p99 TTFT, ms", 1e3 * result.ttft_s.p99, 1e3 * np.percentile(first - arrival, 99)),
+        ("mean W", result.total_power_w, sum(document["serving"]["power_w"])),
+    ):
+        print(f"  {name:14s} {p:9.2f} / {m:9.2f} {100 * (p / m - 1):+6.1f} %")
+
+
+def _served(serving: dict[str, Any]) -> dict[str, Any]:
+    """Columns of the served requests, and the end of the run."""
+    columns = zip(*serving["requests"], strict=True)
+    return dict(zip(serving["columns"], columns, strict=True)) | {"end_s": serving["end_s"]}
 
 
 def main() -> None:
@@ -183,8 +289,12 @@ def main() -> None:
     run.add_argument("--tp", type=int, default=1)
     run.add_argument("--anchor", type=Path, required=True, help="of the boards and their host")
     run.add_argument("--out", type=Path, required=True)
+    verbs.add_parser("compare").add_argument("file", type=Path)
     options = parser.parse_args()
-    measure(options.spec, options.anchor, options.out, options.tp)
+    if options.verb == "measure":
+        measure(options.spec, options.anchor, options.out, options.tp)
+    else:
+        compare(options.file)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from energylens.predict import Catalogue
     from energylens.results import Anchors, Measurement
+    from energylens.serving import Traffic
+    from energylens.spec.model import Spec
     from energylens.spec.system import Device as DeviceSheet
     from energylens.spec.system import Engine as EngineProfile
 
@@ -41,6 +43,7 @@ _EXTRAS = {
     "sklearn": "gpu",
     "pandas": "gpu",
     "jtop": "jetson",
+    "vllm": "vllm",
 }
 """Optional library -> the extra that brings it."""
 
@@ -189,16 +192,67 @@ def predict(
         int | None, typer.Option(help="replicas x dp x tp x pp; given alone, it sets --tp.")
     ] = None,
     power_limit: Annotated[float | None, typer.Option(help="Power limit of each GPU in W.")] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(help="Requests/s: simulate a service under traffic instead of one batch."),
+    ] = None,
+    arrivals: Annotated[
+        str | None,
+        typer.Option(
+            help="poisson, constant, or a file of arrival times in s, one a line [poisson]."
+        ),
+    ] = None,
+    lengths: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with `prompt_len,gen_len` lines, used in order and cycled "
+            "[--prompt-len, --gen-len]."
+        ),
+    ] = None,
+    duration: Annotated[
+        float | None, typer.Option(help="Seconds of traffic [600, or all of the file].")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the arrivals [0].")] = None,
+    max_batch_tokens: Annotated[
+        int | None, typer.Option(help="Most new tokens of a step [the engine's own].")
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(help="Most sequences that run at a time [the engine's own].")
+    ] = None,
+    steady_state: Annotated[
+        bool,
+        typer.Option("--steady-state", help="Refuse a rate that the service does not sustain."),
+    ] = False,
     anchor: AnchorFiles = None,
     bundle: Bundles = None,
     without: Without = None,
     as_json: Json = False,
 ) -> None:
-    """Latency and energy of one configuration."""
+    """Latency and energy of one configuration, or of a service under traffic (--rate)."""
     from energylens.predict import Catalogue, predict
     from energylens.report import infeasible_document, prediction_document, prediction_table
     from energylens.results import Infeasible
 
+    traffic = _traffic(
+        rate,
+        (prompt_len, gen_len),
+        {
+            "--arrivals": arrivals,
+            "--lengths": lengths,
+            "--duration": _positive("--duration", duration),
+            "--seed": seed,
+            "--max-batch-tokens": max_batch_tokens,
+            "--max-num-seqs": max_num_seqs,
+            "--steady-state": steady_state or None,
+        },
+        {
+            "--phase": phase != "all",
+            "--batch": batch != 1,
+            "--context-len": context_len is not None,
+            "--mode": bool(mode),
+            "--without": without is not None,
+        },
+    )
     catalogue = Catalogue(bundle_files=tuple(bundle or ()))
     workload = Workload(
         batch=batch,
@@ -214,21 +268,38 @@ def predict(
     )
     anchors = _load_anchors(anchor)
     _check_anchors(anchors, board.name)
+    config = Config(
+        parallelism=parallelism,
+        modes=_modes(mode or []),
+        power_limit_w=_positive("--power-limit", power_limit),
+    )
+    bundles, link = catalogue.bundles(board, profile), catalogue.link(board, parallelism.gpus)
+    if traffic is not None:
+        _serve(
+            model,
+            traffic,
+            (max_batch_tokens, max_num_seqs),
+            steady_state=steady_state,
+            as_json=as_json,
+            engine=profile,
+            device=board,
+            config=config,
+            bundles=bundles,
+            anchors=anchors,
+            link=link,
+        )
+        return
     result = predict(
         model,
         engine=profile,
         device=board,
-        config=Config(
-            parallelism=parallelism,
-            modes=_modes(mode or []),
-            power_limit_w=_positive("--power-limit", power_limit),
-        ),
+        config=config,
         workload=workload,
-        bundles=catalogue.bundles(board, profile),
+        bundles=bundles,
         anchors=anchors,
         phases=_phases(phase),
         without=_laws(without),
-        link=catalogue.link(board, parallelism.gpus),
+        link=link,
     )
     if not isinstance(result, Infeasible):
         _show(prediction_document(result) if as_json else prediction_table(result))
@@ -242,6 +313,84 @@ def predict(
                 engine=profile.name,
                 parallelism=parallelism,
                 workload=workload,
+            )
+        )
+    raise typer.Exit(_fail("infeasible", result.reason, EXIT_INFEASIBLE))
+
+
+def _traffic(
+    rate: float | None,
+    lengths: tuple[int, int],
+    options: Mapping[str, Any],
+    others: Mapping[str, bool],
+) -> Traffic | None:
+    """The traffic that is asked for, or None where one batch is.
+
+    Args:
+        rate: ``--rate``.
+        lengths: prompt and generated tokens where no file gives them.
+        options: those of traffic, with what was given for them, or None.
+        others: those that say nothing about traffic, and whether they were given.
+    """
+    given = [name for name, value in options.items() if value is not None]
+    arrivals = options["--arrivals"] or "poisson"
+    if rate is None and (not given or arrivals in ("poisson", "constant")):
+        if given:
+            raise SpecError(
+                f"{given[0]} is about traffic; give its --rate, or --arrivals FILE with its times"
+            )
+        return None
+    for name, found in others.items():
+        if found:
+            raise SpecError(f"{name} is about one batch, and --rate or --arrivals about traffic")
+    from energylens.serving import Traffic, read_lengths
+
+    file = options["--lengths"]
+    return Traffic(
+        arrivals=arrivals,
+        rate_per_s=_positive("--rate", rate),
+        lengths=read_lengths(file) if file else (lengths,),
+        duration_s=options["--duration"],
+        seed=options["--seed"] or 0,
+    )
+
+
+def _serve(
+    model: Spec,
+    traffic: Traffic,
+    limits: tuple[int | None, int | None],
+    *,
+    as_json: bool,
+    engine: EngineProfile,
+    device: DeviceSheet,
+    config: Config,
+    **rest: Any,
+) -> None:
+    """Simulate a service and show what comes out."""
+    from energylens.report import serving_document, serving_infeasible_document, serving_table
+    from energylens.results import Infeasible
+    from energylens.serving import Limits, serve
+
+    result = serve(
+        model,
+        traffic=traffic,
+        limits=Limits(batch_tokens=limits[0], max_sequences=limits[1]),
+        engine=engine,
+        device=device,
+        config=config,
+        **rest,
+    )
+    if not isinstance(result, Infeasible):
+        _show(serving_document(result) if as_json else serving_table(result))
+        return
+    if as_json:
+        _show(
+            serving_infeasible_document(
+                result,
+                spec=model.name,
+                device=device.name,
+                engine=engine.name,
+                parallelism=config.parallelism,
             )
         )
     raise typer.Exit(_fail("infeasible", result.reason, EXIT_INFEASIBLE))

@@ -88,7 +88,7 @@ class _Data:
     """Usable samples with their boards."""
 
     device: Device
-    runs: Mapping[str, Provenance]
+    runs: Sequence[Provenance]
     limit_w: float
     anchors: Mapping[str, BoardAnchor]
     typical: BoardAnchor
@@ -137,7 +137,7 @@ def fit_bundle(
     bundle = Bundle(
         device=device.name,
         provider=provider,
-        version=version or max(r.time for r in data.runs.values())[:10],
+        version=version or max(r.time for r in data.runs)[:10],
         power_limit_w=data.limit_w,
         boards=tuple(data.anchors.values()),
         typical=data.typical,
@@ -146,14 +146,14 @@ def fit_bundle(
         laws=laws,
         host=_fit_host(data, models, laws),
         published=published,
-        versions=_merged_versions(data.runs.values()),
+        versions=_merged_versions(data.runs),
     )
     fits = tuple(_held_out(m, data.ops[k]) for k, m in models.items())
     facts: dict[str, Any] = {
         "points": {f.kernel: f.points for f in fits},
         "held_out": [asdict(f) for f in fits],
         "mixes": {label: [round(t, 2), round(e, 2)] for label, (t, e) in errors.items()},
-        "runs": sorted(data.runs),
+        "runs": sorted({r.run_id for r in data.runs}),
         "samples_sha256": _samples_hash(folders),
     }
     return replace(bundle, facts=facts), FitReport(kernels=fits, mixes=errors, skipped=skipped)
@@ -190,13 +190,14 @@ def _gather(
     skipped: dict[str, int] = defaultdict(int)
     ops: dict[str, list[Sample]] = defaultdict(list)
     blocks: dict[str, list[Sample]] = {"mix": [], "host": [], "idle": []}
-    for sample in (s for store in stores for s in store.samples if s.run_id in runs):
+    wanted = {run.run_id: run for run in runs}
+    for sample in (s for store in stores for s in store.samples if s.run_id in wanted):
         reason = _why_unused(sample, anchors)
         if reason:
             skipped[reason] += 1
         elif sample.block == "op":
             ops[sample.op.kernel].append(sample)
-        elif sample.block in blocks and not _is_others_host(sample, runs, provider):
+        elif sample.block in blocks and not _is_others_host(sample, wanted, provider):
             blocks[sample.block].append(sample)
     if not ops:
         raise CalibrationError(f"no usable samples: {dict(skipped) or 'the folders are empty'}")
@@ -219,26 +220,24 @@ def _is_others_host(sample: Sample, runs: Mapping[str, Provenance], provider: st
     return sample.block == "host" and runs[sample.run_id].provider != provider
 
 
-def _runs(stores: Sequence[Store], provider: str) -> Mapping[str, Provenance]:
-    """Runs that the bundle of ``provider`` stands on, by their ids."""
+def _runs(stores: Sequence[Store], provider: str) -> list[Provenance]:
+    """Runs that the bundle of ``provider`` stands on."""
     wanted = STANDS_ON.get(provider, (provider,))
-    all_runs = {run_id: run for store in stores for run_id, run in store.runs.items()}
-    found = {run_id: run for run_id, run in all_runs.items() if run.provider in wanted}
-    if not any(run.provider == provider for run in found.values()):
-        others = ", ".join(sorted({run.provider for run in all_runs.values()})) or "no run"
+    runs = [run for store in stores for run in store.runs.values()]
+    if not any(run.provider == provider for run in runs):
+        others = ", ".join(sorted({run.provider for run in runs})) or "no run"
         raise CalibrationError(
             f"no run measured {provider}'s kernels (found: {others}); "
             f"`energylens calibrate --provider {provider}` measures them"
         )
-    return found
+    return [run for run in runs if run.provider in wanted]
 
 
 def _circumstances(
-    by_id: Mapping[str, Provenance], device: Device, where: str
+    runs: Sequence[Provenance], device: Device, where: str
 ) -> tuple[float, Mapping[str, BoardAnchor]]:
     """Power limit of all runs, and the mean anchor of each board."""
     anchors: dict[str, list[BoardAnchor]] = defaultdict(list)
-    runs = list(by_id.values())
     check_power_limits(runs, where)
     for run in runs:
         if run.device != device.name:
@@ -541,11 +540,12 @@ def _compose(
     """Predicted (latency, energy with idle, clock ratio) of a sample's ops on its own board."""
     from energylens.schedule import Constants, Worker, kernel_result
 
+    of_a_model = sample.block == "host" or LAYER in sample.label
     costs = CostModelSet(
         device=data.device,
         kernels=models,
         compute_scale=laws.compute_scale,
-        compute_stretch=laws.compute_stretch if sample.block == "host" or LAYER in sample.label else 0.0,
+        compute_stretch=laws.compute_stretch if of_a_model else 0.0,
     ).costs(sample.ops)
     own = _board(data, sample.board_uuid, laws)
     local = [own.localise(c) for c in costs]
@@ -678,15 +678,13 @@ def _typical_host(hosts: Sequence[HostAnchor]) -> HostAnchor | None:
     )
 
 
-def _fit_host(
-    data: _Data, models: Mapping[str, KernelModel], laws: Laws
-) -> HostLaw | None:
+def _fit_host(data: _Data, models: Mapping[str, KernelModel], laws: Laws) -> HostLaw | None:
     """Host law over the host points, by number of workers.
 
     Each run's times are brought to the median host by its own anchor first: hosts differ by up to
     twice, and the same host from hour to hour.
     """
-    anchors = {r: p.anchors.host for r, p in data.runs.items() if p.anchors}
+    anchors = {r.run_id: r.anchors.host for r in data.runs if r.anchors}
     typical = _typical_host([h for h in anchors.values() if h])
     if typical is None:
         return None
@@ -737,9 +735,7 @@ def _launches(
     from points of 2 and 8 layers.
     """
     per_launch = [
-        s.trial.latency_s
-        / sum(o.count * o.launches for o in s.ops)
-        / slowness.get(s.run_id, 1.0)
+        s.trial.latency_s / sum(o.count * o.launches for o in s.ops) / slowness.get(s.run_id, 1.0)
         for s in samples
         if s.trial
     ]
@@ -790,9 +786,7 @@ def _serving_steps(
     def deviations(theta: Array) -> Array:
         own = law(theta)
         host = slow * np.array([own.total_s(shape) for shape in shapes])
-        found = [
-            step_s(s, h, own.serial_share) for s, h in zip(samples, host, strict=True)
-        ]
+        found = [step_s(s, h, own.serial_share) for s, h in zip(samples, host, strict=True)]
         return np.asarray(np.log(np.array(found) / measured))
 
     fitted = least_squares(

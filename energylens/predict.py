@@ -108,7 +108,6 @@ class Machine:
     spread: Spread
     cap_w: float
     limit_change: float
-    assumed_rel_se: float
     host: HostLaw | None
     host_anchor: HostAnchor | None
 
@@ -135,12 +134,8 @@ class Machine:
                 memory_power=spread.memory_power,
                 compute_power=spread.compute_power,
                 memory_time=spread.memory_time,
-                latency=math.hypot(
-                    laws.latency_sd, _WHOLE_STEP_SD, _DATA_LATENCY_SD, self.assumed_rel_se
-                ),
-                energy=math.hypot(
-                    laws.energy_sd, _WHOLE_STEP_SD, _DATA_ENERGY_SD, self.assumed_rel_se
-                ),
+                latency=math.hypot(laws.latency_sd, _WHOLE_STEP_SD, _DATA_LATENCY_SD),
+                energy=math.hypot(laws.energy_sd, _WHOLE_STEP_SD, _DATA_ENERGY_SD),
                 cap=_CAP_REL_SE + _OTHER_LIMIT_REL_SE * self.limit_change,
             ),
             host=self._host(ops, mode, lone),
@@ -243,7 +238,6 @@ def machine(
     anchors: Anchors | None,
     power_limit_w: float | None = None,
     link: Link | None = None,
-    assumed_rel_se: float = 0.0,
 ) -> Machine:
     """Prices for ``workers`` boards of a device: as anchored, else typical with their spread."""
     measured_w = bundle.power_limit_w if bundle else device.power_limit_w
@@ -266,7 +260,6 @@ def machine(
         spread=left,
         cap_w=laws.cap_fraction * limit,
         limit_change=abs(limit / measured_w - 1.0),
-        assumed_rel_se=assumed_rel_se,
         host=bundle.host if bundle else None,
         host_anchor=anchors.host if anchors else None,
     )
@@ -339,7 +332,6 @@ def predict(
         anchors=anchors,
         power_limit_w=config.power_limit_w,
         link=link,
-        assumed_rel_se=engine.assumed_rel_se,
     )
     run = _Run(lowered=lowered, machine=priced, config=config, workload=workload, without=without)
     results = {p: run.phase(p) for p in phases}
@@ -385,10 +377,11 @@ def _notes(
             "roofline, wide intervals; "
             f"`energylens calibrate --device {device.name}` on such a machine measures one"
         )
-    if engine.assumed_rel_se:
+    asked, measured = engine.asked_version, (bundle.versions if bundle else {}).get(engine.name)
+    if asked and asked != measured:
         notes.append(
-            f"{engine.name}'s own kernels and host time are not calibrated: the {engine.provider} "
-            "provider's stand in"
+            f"{engine.name} {asked}: limits of {engine.version}, kernels and host times of "
+            f"{measured or 'no version'}"
         )
     boards = len(anchors.boards) if anchors else 0
     if boards and bundle is None:
@@ -442,7 +435,7 @@ class _Run:
         mode, w = self._mode(Phase.PREFILL), self.workload
         whole = Step.prefill(w.batch, w.prompt_len, mode)
         serving = self.lowered.engine.serving
-        steps = (whole,)
+        steps: tuple[Step, ...] = (whole,)
         if mode is Mode.SERVING and serving is not None:
             steps = chunked(whole, serving.offline_batch_tokens)
         return tuple(

@@ -156,9 +156,7 @@ def kernel_sum(
     return time, float((ops.count * worker.energy_j).sum()) * clock**constants.eta
 
 
-def common_clock(
-    ops: _Ops, worker: Worker, constants: Constants, pause_s: float = 0.0
-) -> float:
+def common_clock(ops: _Ops, worker: Worker, constants: Constants, pause_s: float = 0.0) -> float:
     """Clock over the maximum at which the mix draws no more than the cap; 1.0 where it never would.
 
     Mean power ``idle + D f**eta / (t(f) + pause)`` rises with the clock, so the root is bracketed;
@@ -233,8 +231,7 @@ def _compose(
 ) -> _Composed:
     """Latency and total energy (idle included) of a step."""
     clocks = tuple(
-        1.0 if "cap" in without else common_clock(ops, w, constants, host.serial_s)
-        for w in workers
+        1.0 if "cap" in without else common_clock(ops, w, constants, host.serial_s) for w in workers
     )
     sums = [kernel_sum(ops, w, constants, f) for w, f in zip(workers, clocks, strict=True)]
     if "straggler" in without:
@@ -426,7 +423,10 @@ def _interval(
     sd_t = math.hypot(spreads.latency, serial_s / base.latency_s, *(m[0] for m in moves))
     sd_e = math.hypot(spreads.energy, wait_w * serial_s / base.energy_j, *(m[1] for m in moves))
     host_s = [host.step_s * math.exp(s * z * host.rel_se) for s in (-1, 1)]
-    latency = [max(base.latency_s * math.exp(s * z * sd_t), h) for s, h in zip((-1, 1), host_s, strict=True)]
+    latency = [
+        max(base.latency_s * math.exp(s * z * sd_t), h)
+        for s, h in zip((-1, 1), host_s, strict=True)
+    ]
     energy = [
         base.energy_j * math.exp(s * z * sd_e) + wait_w * max(0.0, h - base.latency_s)
         for s, h in zip((-1, 1), host_s, strict=True)

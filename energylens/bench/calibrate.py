@@ -30,6 +30,8 @@ from energylens.bench.board import (
     BoardRequest,
     BoardRun,
     Provider,
+    host_trial,
+    now,
 )
 from energylens.bench.plan import Plan, load_plan, plan_for, split
 from energylens.bench.team import collectives_worker
@@ -39,7 +41,7 @@ from energylens.meter.base import AbstractMeter, DeviceInfo
 from energylens.spec.load import data_dir, load_device, load_engine, load_spec
 from energylens.spec.model import Spec
 from energylens.spec.system import Device
-from energylens.store import Store, board_hash
+from energylens.store import Sample, Store, board_hash
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -149,6 +151,8 @@ def run(
             return document | {"collectives": str(request.folder(found, f"x{machine.workers}"))}
         _check_algorithm(request, found, machine)
         document["collectives"] = _start_workers(request, found, machine)
+        if request.provider == "vllm" and "host" in request.blocks:
+            _engine_host(request, found, meter, infos[:gpus])
     if set(request.blocks) == {"collectives"} and not anchor:
         return document | _fitted(request, found, fit)
     with _bar(console) as bar:
@@ -313,6 +317,7 @@ def _torchrun(workers: int, arguments: Sequence[str]) -> int:
 
 def _worker_arguments(request: _Request, folder: Path) -> list[str]:
     arguments = ["--out", str(folder), "--seed", str(request.seed)]
+    arguments += ["--provider", request.provider]
     for spec in request.layers_of:
         arguments += ["--spec", spec.path or spec.name]
     if request.nccl_algo:
@@ -352,6 +357,38 @@ def _start_workers(request: _Request, device: Device, machine: Machine) -> str:
             f"{folder}; the single-board part runs with --gpus 1"
         )
     return str(folder)
+
+
+def _engine_host(
+    request: _Request, device: Device, meter: AbstractMeter, infos: Sequence[DeviceInfo]
+) -> None:
+    """Host times of the real engine over several workers, which it starts itself.
+
+    They belong to the run that has just measured the collectives of the same boards.
+    """
+    from energylens.bench.vllm_engine import host_points
+
+    uuids = [info.uuid for info in infos]
+    with (
+        Store(request.folder(device, f"x{request.gpus}")) as store,
+        meter.recorder(uuids) as recorder,
+    ):
+        run = max(store.runs.values(), key=lambda r: r.time)
+        for spec in request.layers_of:
+            for point in host_points(spec, request.gpus):
+                readings = [recorder.reading(u, point.start_s, point.end_s) for u in uuids]
+                store.append(
+                    Sample(
+                        block="host",
+                        label=point.label,
+                        ops=point.ops,
+                        mode=str(point.mode),
+                        trial=host_trial(point, readings),
+                        board_uuid=";".join(board_hash(u) for u in uuids),
+                        run_id=run.run_id,
+                        time=now().isoformat(timespec="seconds"),
+                    )
+                )
 
 
 def _device(infos: Sequence[DeviceInfo], asked: str | None) -> Device:

@@ -48,13 +48,20 @@ JOINT_STEPS = (
 )
 
 
+def all_reduce_ops(kernel: str, workers: int) -> tuple[Op, ...]:
+    """An all-reduce on the fine grid of sizes, since every TP layer has two."""
+    return tuple(make_op(kernel, values=size // 2, workers=workers) for size in ALL_REDUCE_BYTES)
+
+
 def collective_ops(workers: int) -> tuple[Op, ...]:
-    """Ops of the default plan, all-reduce on the finer grid since every TP layer has two."""
-    return tuple(
+    """Ops of the default plan."""
+    others = tuple(
         make_op(kind, values=size // 2, workers=workers)
         for kind in COLLECTIVES
-        for size in (ALL_REDUCE_BYTES if kind == "all_reduce" else OTHER_BYTES)
+        if kind != "all_reduce"
+        for size in OTHER_BYTES
     )
+    return (*all_reduce_ops("all_reduce", workers), *others)
 
 
 class _WindowRecorder(AbstractRecorder):
@@ -91,7 +98,8 @@ class Team:
 
         self.local = int(os.environ.get("LOCAL_RANK", "0"))
         torch.cuda.set_device(self.local)
-        dist.init_process_group("nccl", device_id=torch.device("cuda", self.local))
+        if not dist.is_initialized():  # an engine's own start may have done it
+            dist.init_process_group("nccl", device_id=torch.device("cuda", self.local))
         self.dist = dist
         self.worker = dist.get_rank()
         self.workers = dist.get_world_size()
@@ -171,15 +179,16 @@ def collective_work(op: Op, team: Team) -> GraphWork:
         "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, op=dist.ReduceOp.AVG),
         "all_to_all": lambda: dist.all_to_all_single(other, whole),
     }
-    return _interleaved(team, calls[op.kernel])
+    return interleaved(team, calls[op.kernel])
 
 
 def filler_work(team: Team) -> GraphWork:
     """The GEMMs of `collective_work` alone."""
-    return _interleaved(team, lambda: None)
+    return interleaved(team, lambda: None)
 
 
-def _interleaved(team: Team, collective: Callable[[], object]) -> GraphWork:
+def interleaved(team: Team, collective: Callable[[], object]) -> GraphWork:
+    """A captured graph of `GRAPH_COLLECTIVES` calls of ``collective``, a GEMM before each."""
     import torch
 
     k, n = FILLER
@@ -290,9 +299,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--fresh", action="store_true", help="measure again what the folder already holds"
     )
     parser.add_argument("--nccl-algo", default="", help="NCCL_ALGO of the run, e.g. Ring or Tree")
+    parser.add_argument("--provider", default="torch", help="whose collectives: torch or vllm")
     options = parser.parse_args(argv)
     if options.nccl_algo:
         os.environ["NCCL_ALGO"] = options.nccl_algo  # read when the communicator is made
+    if options.provider == "vllm":
+        from energylens.bench.vllm_kernels import join_workers
+
+        join_workers()
     team = Team()
     try:
         collectives_worker(
@@ -301,6 +315,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             seed=options.seed,
             specs=options.spec,
             minutes=options.minutes,
+            provider=options.provider,
             resume=not options.fresh,
             node=socket.gethostname(),
         )

@@ -272,6 +272,7 @@ class Maker:
     """Random tensors of one dtype on one device."""
 
     def __init__(self, torch: Any, device: str, dtype: Any) -> None:
+        """On ``device``, of ``dtype``; ``torch`` is the module."""
         self.torch, self.device, self.dtype = torch, device, dtype
 
     def normal(self, *shape: int, std: float = 1.0) -> Any:

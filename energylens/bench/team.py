@@ -408,6 +408,30 @@ class _TorchRig:
         return layer.host_points(spec, device=self._team.local, workers=self._team.workers)
 
 
+class _VllmRig(_TorchRig):
+    """The all-reduce of vLLM's engine; what several workers share otherwise the torch rig shows."""
+
+    def __init__(self, team: collectives.Team) -> None:
+        from energylens.bench.vllm_kernels import VllmProvider
+
+        super().__init__(team)
+        self.provider = VllmProvider(team.local)
+
+    def ops(self) -> Sequence[Op]:
+        return collectives.all_reduce_ops("vllm_all_reduce", self._team.workers)
+
+    def work(self, op: Op) -> Work:
+        from energylens.bench.vllm_kernels import all_reduce_work
+
+        return all_reduce_work(op, self._team)
+
+    def mix_points(self, spec: Spec) -> Sequence[MixPoint]:
+        return ()
+
+    def host_points(self, spec: Spec) -> Iterable[HostPoint]:
+        return ()  # the engine starts workers of its own; see `energylens.bench.calibrate`
+
+
 def collectives_worker(
     team: collectives.Team,
     *,
@@ -415,15 +439,16 @@ def collectives_worker(
     seed: int,
     specs: Sequence[str],
     minutes: float,
+    provider: str,
     resume: bool,
     node: str,
 ) -> None:
-    """`measure_collectives` with torch.distributed and NVML."""
+    """`measure_collectives` with torch.distributed, or vLLM's communicators, and NVML."""
     from energylens.meter.nvml import NvmlMeter
 
     measure_collectives(
         team,
-        _TorchRig(team),
+        _VllmRig(team) if provider == "vllm" else _TorchRig(team),
         NvmlMeter(),
         node=node,
         out=out,

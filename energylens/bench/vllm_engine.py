@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,7 +40,7 @@ HOST_STEPS = (
     ("prefill", 32, 64),
     ("prefill", 1, 4096),
 )
-"""Phase, batch, prompt length: up to 512 tokens a step is captured, above it is launched piecewise."""
+"""Phase, batch, prompt length; steps of up to 512 tokens are captured, others are not."""
 WHOLE_STEPS = (
     ("decode", 16, 1024),
     ("decode", 1, 1024),
@@ -51,6 +50,7 @@ WHOLE_STEPS = (
     ("prefill", 8, 1024),
     ("prefill", 1, 2048),
     ("prefill", 1, 8192),
+    ("prefill", 1, 768),
     ("prefill", 1, 512),
     ("prefill", 1, 128),
 )

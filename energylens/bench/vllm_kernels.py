@@ -9,12 +9,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from energylens.bench.collectives import interleaved
+from energylens.bench.kernels import BUILDERS as TORCH_BUILDERS
 from energylens.bench.kernels import (
-    BUILDERS,
     WEIGHT_STD,
     Builder,
     Built,
@@ -30,6 +33,9 @@ from energylens.graph import SPLIT_TOKENS, Op
 from energylens.results import HostAnchor
 from energylens.spec.model import Spec
 
+if TYPE_CHECKING:
+    from energylens.bench.collectives import Team
+
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 32768  # a captured step is scheduled for the longest sequence that may come
 _MOST_COMPILED = 256  # versions of one function: widths, and one for a single row each
@@ -44,7 +50,7 @@ class VllmProvider:
     def __init__(self, device: int = 0) -> None:
         """Bind to one CUDA ordinal (after CUDA_VISIBLE_DEVICES)."""
         prepare_environment()
-        self._torch = TorchProvider(device, builders={**BUILDERS, **_BUILDERS})
+        self._torch = TorchProvider(device, builders=BUILDERS)
 
     def work(self, op: Op) -> GraphWork:
         """See `TorchProvider.work`."""
@@ -55,7 +61,7 @@ class VllmProvider:
         return ()
 
     def host_points(self, specs: Sequence[Spec]) -> Iterable[HostPoint]:
-        """Steps of the real engine on tiny models; see `energylens.bench.vllm_engine`."""
+        """Steps of the real engine; see `energylens.bench.vllm_engine`."""
         for spec in specs:
             yield from host_points(spec)
 
@@ -82,9 +88,44 @@ class VllmProvider:
         return self._torch.uuid()
 
 
+def join_workers() -> None:
+    """Make the communicators of vLLM's tensor parallelism over the workers of a torchrun."""
+    import torch
+
+    prepare_environment()
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+
+    workers, worker = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    local = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(local)
+    with set_current_vllm_config(_config()):
+        init_distributed_environment(world_size=workers, rank=worker, local_rank=local)
+        initialize_model_parallel(workers)
+
+
+def all_reduce_work(op: Op, team: Team) -> GraphWork:
+    """As `energylens.bench.collectives.collective_work`, by vLLM's communicators.
+
+    Up to 8 MB vLLM reduces with a kernel of its own, above it hands over to NCCL; which of them
+    runs is its own choice here too.
+    """
+    import torch
+    from vllm.distributed import tensor_model_parallel_all_reduce
+    from vllm.distributed.parallel_state import get_tp_group
+
+    device = f"cuda:{team.local}"
+    values = int(op.sizes["values"])
+    x = torch.empty(values, dtype=torch.bfloat16, device=device).normal_(0, 0.02)
+    # The buffers of a captured all-reduce are made known to the other workers after the capture.
+    communicator = get_tp_group().device_communicator.ca_comm
+    with communicator.capture() if communicator is not None else nullcontext():
+        return interleaved(team, lambda: tensor_model_parallel_all_reduce(x))
+
+
 @lru_cache(maxsize=1)
 def _config() -> Any:
-    """vLLM's configuration in force while its layers are made: Inductor in place of custom ops."""
+    """VLLM's configuration in force while its layers are made: Inductor in place of custom ops."""
     from vllm.config import CompilationConfig, VllmConfig
 
     return VllmConfig(compilation_config=CompilationConfig(custom_ops=["none"]))
@@ -321,7 +362,8 @@ def _sample(make: Maker, s: Mapping[str, int]) -> Built:
     return [call], 6.0 * logits.numel()
 
 
-_BUILDERS: Mapping[str, Builder] = {
+BUILDERS: Mapping[str, Builder] = {
+    **TORCH_BUILDERS,
     "vllm_attention_prefill": _attention,
     "vllm_attention_decode": _attention,
     "vllm_add_rmsnorm": _add_rmsnorm,

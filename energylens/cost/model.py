@@ -28,6 +28,9 @@ UNVARIED_REL_SE = 0.1  # of an op that differs in a size that no calibrated poin
 # Latency and energy of a collective over another number of workers than was measured: by the
 # published ratio of latencies, and without one.
 PUBLISHED_WORKERS_REL_SE, UNKNOWN_WORKERS_REL_SE = (0.15, 0.25), (0.5, 0.5)
+STAND_IN: Mapping[str, str] = {"vllm_all_reduce": "all_reduce"}
+"""Kernel -> the one that it is priced as where it was not calibrated itself."""
+STAND_IN_REL_SE = 0.3
 
 
 class AbstractCostModel(abc.ABC):
@@ -141,6 +144,16 @@ def _rel_se(sd: float, held_out: float, source: Source) -> float:
     return float(sd) if source is Source.MEASURED else max(float(sd), held_out)
 
 
+def _stood_in(cost: Cost) -> Cost:
+    """The cost of another implementation of the same, which is what it is known by."""
+    return replace(
+        cost,
+        latency_rel_se=math.hypot(cost.latency_rel_se, STAND_IN_REL_SE),
+        energy_rel_se=math.hypot(cost.energy_rel_se, STAND_IN_REL_SE),
+        source=max(cost.source, Source.TRANSFERRED),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
     """Published collective latencies: how time depends on the number of workers.
@@ -202,6 +215,10 @@ class CostModelSet(AbstractCostModel):
     def _group_costs(self, ops: Sequence[Op]) -> list[Cost]:
         """Costs of ops of one kernel and dtype; another dtype runs other kernels."""
         model = self.kernels.get(ops[0].kernel)
+        other = STAND_IN.get(ops[0].kernel, "")
+        if model is None and other in self.kernels:
+            costs = self._group_costs([replace(op, kernel=other) for op in ops])
+            return [_stood_in(cost) for cost in costs]
         if model is None or ops[0].dtype not in model.dtypes:
             return [roofline(op, self.device, self.link) for op in ops]
         if not ops[0].type.is_collective:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from types import MappingProxyType
@@ -399,9 +400,13 @@ def _thaw(value: object) -> object:
 def load_engine(name: str) -> Engine:
     """The engine profile of a YAML file, or of a shipped one by name, e.g. ``hf``.
 
+    ``vllm@0.28.0`` asks for one version: limits that differ between versions are then those of the
+    newest known version that is not newer, else of the oldest.
+
     Raises:
         SpecError: no such engine, or something in the file is wrong.
     """
+    name, _, asked = name.partition("@")
     path = _find(name, "engines")
     fields = _document(
         _read(path),
@@ -409,6 +414,7 @@ def load_engine(name: str) -> Engine:
         "energylens/engine/v1",
         ("version", "provider", "modes", "kernels"),
         (
+            "versions",
             "repeat_kv",
             "fusion",
             "absorbed",
@@ -416,7 +422,6 @@ def load_engine(name: str) -> Engine:
             "tp_replicated",
             "gather_logits",
             "moe_dispatch",
-            "assumed_rel_se",
             "reserve_bytes",
             "serving",
         ),
@@ -437,15 +442,18 @@ def load_engine(name: str) -> Engine:
         optional["gather_logits"] = fields["gather_logits"].flag()
     if "moe_dispatch" in fields:
         optional["moe_dispatch"] = fields["moe_dispatch"].choice(("allreduce", "alltoall"))
-    if "assumed_rel_se" in fields:
-        optional["assumed_rel_se"] = fields["assumed_rel_se"].number()
     if "reserve_bytes" in fields:
         optional["reserve_bytes"] = fields["reserve_bytes"].number()
     if "serving" in fields:
         optional["serving"] = _serving(fields["serving"])
+    version = fields["version"].text()
+    if asked:
+        version, changed = _version(fields, asked)
+        optional["serving"] = replace(optional["serving"], **changed)
+        optional["asked_version"] = asked
     return Engine(
         name=fields["name"].text(),
-        version=fields["version"].text(),
+        version=version,
         provider=fields["provider"].text(),
         modes=MappingProxyType({Phase(p): Mode(f.choice(Mode)) for p, f in modes.items()}),
         kernels=MappingProxyType({op: _kernel(f) for op, f in fields["kernels"].pairs().items()}),
@@ -464,6 +472,31 @@ def _serving(field: Field) -> Serving:
             sorted({size for item in fields["capture_sizes"].items() for size in _range(item)})
         ),
     )
+
+
+def _version(fields: Mapping[str, Field], asked: str) -> tuple[str, dict[str, Any]]:
+    """The known version that stands for ``asked``, and what it changes of the serving limits."""
+    if "versions" not in fields or "serving" not in fields:
+        raise SpecError(f"engine {fields['name'].text()} knows no versions; leave @{asked} out")
+    if not re.fullmatch(r"\d+(\.\d+)*", asked):
+        raise SpecError(
+            f"found version {asked!r} of engine {fields['name'].text()}; allowed: numbers and "
+            "dots, e.g. 0.24.0"
+        )
+
+    def numbers(version: str) -> list[int]:
+        return [int(n) for n in version.split(".")]
+
+    versions = fields["versions"].pairs()
+    not_newer = [v for v in versions if numbers(v) <= numbers(asked)]
+    chosen = max(not_newer, key=numbers) if not_newer else min(versions, key=numbers)
+    limits = versions[chosen].mapping((), ("batch_tokens", "memory_share"))
+    changed: dict[str, Any] = {}
+    if "batch_tokens" in limits:
+        changed["batch_tokens"] = limits["batch_tokens"].integer()
+    if "memory_share" in limits:
+        changed["memory_share"] = limits["memory_share"].number()
+    return chosen, changed
 
 
 def _range(field: Field) -> range:

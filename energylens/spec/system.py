@@ -124,6 +124,7 @@ class Engine:
 
     Attributes:
         name, version: engine and the versions that the profile describes.
+        asked_version: the one that was asked for, where the profile is of the nearest known one.
         provider: whose microbenchmarks stand for its kernels (``torch``).
         modes: default launch mode per phase.
         kernels: spec op (or ``einsum``, ``attention_prefill``, ``attention_decode.<mode>``,
@@ -136,8 +137,6 @@ class Engine:
         tp_replicated: entries that tensor parallelism leaves whole on each worker.
         gather_logits: True where sharded logits are gathered on every worker.
         moe_dispatch: ``allreduce`` or ``alltoall``.
-        assumed_rel_se: relative error to expect of a step because another engine's kernels stand in
-            for this one's own, or its host time is not known; 0 where it was calibrated.
         reserve_bytes: device memory that the engine and the CUDA context take for themselves.
         serving: how it forms steps out of requests; None where it has no scheduler.
     """
@@ -154,9 +153,9 @@ class Engine:
     tp_replicated: tuple[str, ...] = ()
     gather_logits: bool = False
     moe_dispatch: str = "allreduce"
-    assumed_rel_se: float = 0.0
     reserve_bytes: float = 0.0
     serving: Serving | None = None
+    asked_version: str | None = None
     source: str = ""
 
 

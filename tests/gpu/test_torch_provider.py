@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from energylens.bench.kernels import _BUILDERS, TorchProvider, _Maker
+from energylens.bench.kernels import BUILDERS, Maker, TorchProvider
 from energylens.bench.layer import DecoderLayers, duty_points, transformers_config
 from energylens.bench.trial import TrialLimits, measure
 from energylens.errors import UnsupportedError
@@ -73,12 +73,12 @@ def outputs(result: Any) -> list[Any]:
 
 def call_once(torch: Any, kernel: str, sizes: dict[str, int]) -> list[Any]:
     with torch.inference_mode():
-        calls, _ = _BUILDERS[kernel](_Maker(torch, DEVICE, torch.bfloat16), sizes)
+        calls, _ = BUILDERS[kernel](Maker(torch, DEVICE, torch.bfloat16), sizes)
         return outputs(calls[0]())
 
 
 def test_every_runnable_is_tried_here() -> None:
-    assert {row[0] for row in RUNNABLES} == set(_BUILDERS)
+    assert {row[0] for row in RUNNABLES} == set(BUILDERS)
 
 
 @pytest.mark.parametrize(("kernel", "sizes", "shapes"), RUNNABLES)

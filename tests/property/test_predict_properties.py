@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from energylens.cost.board import board
+from energylens.cost.bundle import select
 from energylens.predict import Catalogue, predict
 from energylens.results import Anchors, BoardAnchor, Kind, Prediction
 from energylens.spec.system import Config, Mode, Parallelism, Phase, Workload
@@ -109,7 +110,7 @@ def test_energy_is_at_least_idle_power_on_all_devices_for_the_makespan(
     result = run(spec, config, workload)
     if result is None:
         return
-    (bundle,) = CATALOGUE.bundles(CATALOGUE.device("h200"), HF)
+    bundle = select(CATALOGUE.bundles(CATALOGUE.device("h200"), HF), "h200", "torch")
     for phase in result.phases.values():
         idle_j = bundle.typical.idle_w * phase.latency_s * config.parallelism.gpus
         assert phase.energy_j > idle_j

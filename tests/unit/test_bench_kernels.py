@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import pytest
 
+from energylens.bench import vllm_kernels
 from energylens.bench.collectives import COLLECTIVES, collective_ops
-from energylens.bench.kernels import _BUILDERS
+from energylens.bench.kernels import BUILDERS
 from energylens.bench.plan import load_plan
 from energylens.graph import KERNELS
 from energylens.spec.load import data_dir, load_device, load_engine
 
 
 def test_every_runnable_is_a_kernel_that_can_be_costed() -> None:
-    assert set(_BUILDERS) <= set(KERNELS)
+    assert set(BUILDERS) <= set(KERNELS)
 
 
 def test_the_provider_runs_every_kernel_that_its_engine_names() -> None:
     named = {k.kernel for k in load_engine("hf").kernels.values()}
-    assert {name for name in named if not KERNELS[name].is_collective} <= set(_BUILDERS)
+    assert {name for name in named if not KERNELS[name].is_collective} <= set(BUILDERS)
 
 
 def test_collectives_are_run_by_a_team_and_all_else_by_the_provider() -> None:
     computed = {name for name, kernel in KERNELS.items() if not kernel.is_collective}
-    assert set(_BUILDERS) == {name for name in computed if not name.startswith("vllm_")}
-    assert set(COLLECTIVES) == set(KERNELS) - computed
+    of_vllm = {name for name in KERNELS if name.startswith("vllm_")}
+    assert set(BUILDERS) == computed - of_vllm
+    assert set(vllm_kernels.BUILDERS) == set(BUILDERS) | (of_vllm & computed)
+    assert set(COLLECTIVES) == set(KERNELS) - computed - of_vllm
 
 
 def test_the_shipped_plan_asks_for_kernels_that_the_provider_runs() -> None:
     path = data_dir("calibration") / "plans" / "torch_default.yaml"
     plan = load_plan(path, load_device("h200"))
-    assert {p.op.kernel for p in plan.points} <= set(_BUILDERS)
+    assert {p.op.kernel for p in plan.points} <= set(BUILDERS)
 
 
 @pytest.mark.parametrize("workers", [2, 8])

@@ -59,7 +59,7 @@ def test_only_hashes_of_boards_are_shipped(shipped):
 def test_the_catalogue_finds_the_shipped_bundle():
     catalogue = Catalogue()
     assert "h200/torch" in catalogue.list("bundles")
-    (found,) = catalogue.bundles(H200, catalogue.engine("hf"))
+    found = select(catalogue.bundles(H200, catalogue.engine("hf")), "h200", "torch")
     assert found.device == "h200"
 
 

@@ -37,6 +37,11 @@ BY_HAND = [
     ("hf_repeat_kv", {"batch": 2, "context": 10, **HEADS}, 0, 640, 1280),
     # x and the residual in, both out, and the norm's weight.
     ("vllm_add_rmsnorm", ROWS, 75, 30 + 5, 30),
+    ("vllm_norm_rope", {"batch": 2, "new": 3, **HEADS}, 864, 288, 288),
+    ("vllm_attention_prefill", {"batch": 1, "new": 2, "context": 5, **HEADS}, 1152, 224, 64),
+    ("vllm_attention_decode", {"batch": 2, "new": 1, "context": 10, **HEADS}, 2560, 704, 64),
+    ("vllm_sample", ROWS, 15, 15, 3),
+    ("vllm_all_reduce", {"values": 1000, "workers": 4}, 0, 1000, 1000),
     ("vllm_rope", {"batch": 2, "new": 3, **HEADS}, 864, 288, 288),
     ("vllm_silu_mul", ROWS, 75, 30, 15),
     ("vllm_kv_write", {"batch": 2, "new": 3, "kv_heads": 2, "head_dim": 8}, 0, 192, 192),

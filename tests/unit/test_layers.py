@@ -31,6 +31,7 @@ INTERNAL: dict[str, set[str]] = {
     "cost": {"spec", "graph", "results", "anchors"},
     "schedule": {"spec", "graph", "results"},
     "predict": {"spec", "graph", "lower", "cost", "schedule", "results"},
+    "serving": {"spec", "lower", "cost", "predict", "results"},
     "truth": {"spec", "results"},
     "validate": {"results"},
     "report": {"spec", "results", "anchors", "validate"},
@@ -52,12 +53,13 @@ THIRD_PARTY: dict[str, set[str]] = {
     "cost": {"numpy", "scipy"},
     "schedule": {"numpy"},
     "predict": {"numpy"},
+    "serving": {"numpy"},
     "validate": {"numpy"},
     "report": {"rich"},
     "meter/nvml": {"pynvml"},
     "meter/jetson": {"jtop"},
     "store": {"pandas"},
-    "bench": {"torch", "transformers", "yaml", "rich", "numpy"},
+    "bench": {"torch", "transformers", "vllm", "yaml", "rich", "numpy"},
     "fit": {"numpy", "scipy", "sklearn", "pandas"},
     "cli": {"typer", "rich"},
 }
@@ -66,7 +68,7 @@ THIRD_PARTY: dict[str, set[str]] = {
 CLI_EAGER = {"spec"}
 """What cli may import before a verb is chosen: the words of its options."""
 
-HEAVY = ("torch", "transformers", "sklearn", "pandas", "pynvml", "jtop")
+HEAVY = ("torch", "transformers", "vllm", "sklearn", "pandas", "pynvml", "jtop")
 
 
 def sources() -> list[Path]:

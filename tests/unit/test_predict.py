@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 import pytest
 
+from energylens.cost.bundle import select
 from energylens.errors import CalibrationError, SpecError
 from energylens.predict import Catalogue, predict, predict_measurement
 from energylens.results import (
@@ -281,7 +282,7 @@ def test_replicas_multiply_energy_and_leave_latency_alone():
 
 
 def own_board(**change: float) -> BoardAnchor:
-    (bundle,) = CATALOGUE.bundles(CATALOGUE.device("h200"), HF)
+    bundle = select(CATALOGUE.bundles(CATALOGUE.device("h200"), HF), "h200", "torch")
     return replace(bundle.typical, board_uuid="mine", **change)
 
 
@@ -343,7 +344,7 @@ def test_missing_and_surplus_anchors_are_told():
 
 
 def test_a_slower_host_slows_host_bound_steps_in_proportion():
-    (bundle,) = CATALOGUE.bundles(CATALOGUE.device("h200"), HF)
+    bundle = select(CATALOGUE.bundles(CATALOGUE.device("h200"), HF), "h200", "torch")
     assert bundle.host is not None
     module_us = bundle.host.anchor.module_us
     assert module_us is not None
@@ -357,7 +358,7 @@ def test_a_slower_host_slows_host_bound_steps_in_proportion():
 
 
 def test_more_workers_than_the_host_was_measured_with_are_less_certain():
-    (bundle,) = CATALOGUE.bundles(CATALOGUE.device("h200"), HF)
+    bundle = select(CATALOGUE.bundles(CATALOGUE.device("h200"), HF), "h200", "torch")
     assert max(bundle.host.launch_s) == 2
 
     two, four = (decode(tp=tp) for tp in (2, 4))

@@ -192,6 +192,16 @@ def predict(
         int | None, typer.Option(help="replicas x dp x tp x pp; given alone, it sets --tp.")
     ] = None,
     power_limit: Annotated[float | None, typer.Option(help="Power limit of each GPU in W.")] = None,
+    routing: Annotated[
+        str | None,
+        typer.Option(
+            help="How tokens choose experts: uniform, zipf:ALPHA, dirichlet:C, histogram:FILE, "
+            "trace:FILE [the spec's]."
+        ),
+    ] = None,
+    redundant_experts: Annotated[
+        int, typer.Option(help="Experts held twice, the most popular ones.")
+    ] = 0,
     rate: Annotated[
         float | None,
         typer.Option(help="Requests/s: simulate a service under traffic instead of one batch."),
@@ -272,6 +282,8 @@ def predict(
         parallelism=parallelism,
         modes=_modes(mode or []),
         power_limit_w=_positive("--power-limit", power_limit),
+        routing=routing,
+        redundant_experts=redundant_experts,
     )
     bundles, link = catalogue.bundles(board, profile), catalogue.link(board, parallelism.gpus)
     if traffic is not None:

@@ -47,7 +47,8 @@ STANDS_ON: Mapping[str, tuple[str, ...]] = {"vllm": ("vllm", "torch")}
 vLLM leaves its GEMMs to PyTorch, and how kernels compose is a property of the board.
 """
 WHOLE = " whole "  # in the label of a host point of a whole model, whose device time counts
-WHOLE_STEP_SD, HOST_SD = 0.012, 0.15  # natural logs: of a composed step, of the host's time
+# Natural logs: of a composed step, of the host's time, of a run against its host's anchor.
+WHOLE_STEP_SD, HOST_SD, RUN_SD = 0.012, 0.15, 0.2
 LAYER = " layer "  # in the label of a mix that is a layer of a model, not a duty cycle
 HELD_ABOVE = 0.93  # of the limit: a lower mean is not the cap's doing
 REPEAT_SD, LEAST_REPEAT_SD = (0.01, 0.02), (0.004, 0.01)  # of latency and power, natural logs
@@ -700,13 +701,14 @@ def _fit_host(data: _Data, models: Mapping[str, KernelModel], laws: Laws) -> Hos
         launch_s[workers], own = _launches(samples, slowness)
         deviations += own
     for workers, samples in serving.items():
-        found = {
-            is_lone: _serving_steps(
-                [s for s in samples if _is_lone(s) is is_lone], data, models, laws, slowness
-            )
-            for is_lone in (False, True)
-        }
-        (steps[workers], follow), (lone_steps[workers], lone) = found[False], found[True]
+        alone = [s for s in samples if _is_lone(s)]
+        following = [s for s in samples if not _is_lone(s)]
+        lone_steps[workers], lone = _serving_steps(alone, data, models, laws, slowness)
+        # Decode steps are captured and have one token a sequence: what a token and a launched layer
+        # take is known from the others.
+        steps[workers], follow = _serving_steps(
+            following, data, models, laws, slowness, known=lone_steps[workers]
+        )
         deviations += [*follow, *lone]
     for workers, samples in (*eager.items(), *serving.items()):
         # Host points launch a step's kernels on tiny tensors: a few watts are those kernels', the
@@ -755,45 +757,62 @@ def _serving_steps(
     models: Mapping[str, KernelModel],
     laws: Laws,
     slowness: Mapping[str, float],
+    known: StepHost | None = None,
 ) -> tuple[StepHost, list[float]]:
     """Host time of the steps of a real engine, and the log deviations of small models' steps.
 
     Small models tell how the host's time grows; on whole models the device takes longer, and what
-    is left over its kernels is the host's serial share. Both are fitted together.
+    is left over its kernels is the host's serial share. Both are fitted together; of ``known``
+    steps the times per token and per layer are taken over. A host is not as slow for an engine's
+    Python as for its anchor's, so each run has a factor of its own near the anchor's.
     """
     from scipy.optimize import least_squares
 
     shapes = [step_shape(s.ops) for s in samples]
     slow = np.array([slowness.get(s.run_id, 1.0) for s in samples])
+    runs, run_of = np.unique([s.run_id for s in samples], return_inverse=True)
     measured = np.array([s.trial.latency_s for s in samples if s.trial])
     whole = np.array([WHOLE in s.label for s in samples])
     spread = np.where(whole, WHOLE_STEP_SD, HOST_SD)
 
     def law(theta: Array) -> StepHost:
-        step_s, sequence_s, token_s, layer_s = (float(v) * 1e-6 for v in theta[:4])
+        share, step_s, sequence_s, *more = (float(v) for v in theta[: len(start)])
+        if known is not None:
+            return replace(
+                known, step_s=1e-6 * step_s, sequence_s=1e-6 * sequence_s, serial_share=share
+            )
+        token_s, layer_s, expert_layer_s = more
         return StepHost(
-            step_s=step_s,
-            sequence_s=sequence_s,
-            token_s=token_s,
-            layer_s=layer_s,
-            serial_share=float(theta[4]),
+            step_s=1e-6 * step_s,
+            sequence_s=1e-6 * sequence_s,
+            token_s=1e-6 * token_s,
+            layer_s=1e-6 * layer_s,
+            expert_layer_s=1e-6 * expert_layer_s,
+            serial_share=share,
         )
 
-    def step_s(sample: Sample, host_s: float, serial_share: float) -> float:
-        device_s, _, _ = _compose(sample, data, models, laws, serial_share * host_s)
-        return max(device_s + serial_share * host_s, host_s)
+    def step_s(sample: Sample, host_s: float, serial_s: float) -> float:
+        device_s, _, _ = _compose(sample, data, models, laws, serial_s)
+        return max(device_s + serial_s, host_s)
 
     def deviations(theta: Array) -> Array:
         own = law(theta)
-        host = slow * np.array([own.total_s(shape) for shape in shapes])
-        found = [step_s(s, h, own.serial_share) for s, h in zip(samples, host, strict=True)]
+        factors = slow * np.exp(theta[len(start) :])[run_of]
+        found = [
+            step_s(s, f * own.total_s(shape), f * own.serial_s(shape))
+            for s, f, shape in zip(samples, factors, shapes, strict=True)
+        ]
         return np.asarray(np.log(np.array(found) / measured))
 
+    # Serial share; microseconds a step, a sequence, a token, a layer, a layer of experts.
+    start = np.array([0.2, 1500.0, 10.0, 0.1, 20.0, 100.0])[: None if known is None else 3]
+    highest = np.array([1.0, 1e5, 1e4, 1e2, 1e4, 1e4])[: len(start)]
+    ones = np.ones(len(runs))
     fitted = least_squares(
-        lambda theta: deviations(theta) / spread,
-        [1500.0, 10.0, 0.1, 20.0, 0.2],
-        bounds=([1.0, 0.0, 0.0, 0.0, 0.0], [1e5, 1e4, 100.0, 1e4, 1.0]),
-        x_scale=[1000.0, 10.0, 0.1, 20.0, 0.2],
+        lambda theta: np.concatenate((deviations(theta) / spread, theta[len(start) :] / RUN_SD)),
+        np.concatenate((start, 0 * ones)),
+        bounds=(np.concatenate((0 * start, -ones)), np.concatenate((highest, ones))),
+        x_scale=np.concatenate((start, 0.1 * ones)),
         diff_step=1e-3,
         loss="soft_l1",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar, cast
@@ -25,6 +25,7 @@ from energylens.results import (
     BreakdownRow,
     Cost,
     HostAnchor,
+    Imbalance,
     Infeasible,
     Interval,
     Measurement,
@@ -112,23 +113,31 @@ class Machine:
     host_anchor: HostAnchor | None
 
     def step(
-        self, ops: Sequence[Op], mode: Mode, without: frozenset[str], *, lone: bool = False
+        self,
+        ops: Sequence[Op],
+        mode: Mode,
+        without: frozenset[str],
+        *,
+        others: Sequence[Sequence[Op]] = (),
+        lone: bool = False,
     ) -> StepResult:
         """Price and compose one step on all boards.
 
         Args:
-            ops: what each worker executes.
+            ops: what the worker with the most to do executes.
             mode: launch mode.
+            others: what each other worker executes, op by op, where it is not the same.
             without: laws to leave out.
             lone: True where nothing runs before or after the step, so that the host's work for it
                 has less to hide behind.
         """
         costs = self.model.costs(ops)
+        by_worker = [costs, *(self.model.costs(o) for o in others)]
         laws, spread = self.laws, self.spread
         result = step(
             ops,
             costs,
-            self._workers(costs),
+            self._workers(by_worker),
             constants=self._constants,
             spreads=Spreads(
                 memory_power=spread.memory_power,
@@ -151,22 +160,23 @@ class Machine:
 
         The same numbers as `step` gives, faster: each distinct op is priced once.
         """
-        sequences = [lowered.ops(s) for s in steps]
-        distinct = list({op.key: op for ops in sequences for op in ops}.values())
+        sequences = [lowered.by_worker(s) for s in steps]
+        distinct = list({op.key: op for step in sequences for ops in step for op in ops}.values())
         costs = dict(zip((op.key for op in distinct), self.model.costs(distinct), strict=True))
         latency, energy = np.empty(len(steps)), np.empty(len(steps))
-        for i, (s, ops) in enumerate(zip(steps, sequences, strict=True)):
-            own = [costs[op.key] for op in ops]
+        for i, (s, by_worker) in enumerate(zip(steps, sequences, strict=True)):
+            own = [[costs[op.key] for op in ops] for ops in by_worker]
+            ops, host = by_worker[0], self._host(by_worker[0], s.mode)
             latency[i], energy[i] = totals(
-                ops, own, self._workers(own), self._constants, self._host(ops, s.mode), s.mode
+                ops, own[0], self._workers(own), self._constants, host, s.mode
             )
         return latency, energy
 
-    def _workers(self, costs: Sequence[Cost]) -> list[Worker]:
-        """The boards, with the costs of the ops on each."""
+    def _workers(self, by_worker: Sequence[Sequence[Cost]]) -> list[Worker]:
+        """The boards, with the costs of the ops on each; one list of costs stands for all."""
         workers = []
-        for b in self.boards:
-            local = [b.localise(c) for c in costs]
+        for i, b in enumerate(self.boards):
+            local = [b.localise(c) for c in by_worker[i if len(by_worker) > 1 else 0]]
             workers.append(
                 Worker(
                     idle_w=b.idle_w,
@@ -196,13 +206,13 @@ class Machine:
         """Host time of a step that executes ``ops``."""
         law = self.host
         n = law.nearest(len(self.boards)) if law else 0
-        serial_share = 0.0
+        serial_s = 0.0
         if mode is Mode.SERVING:
             by_workers = (law.lone_steps if lone else law.steps) if law else {}
             if law is None or n not in by_workers:
                 return NO_HOST  # nobody has measured such steps; the engine's error says so
-            own = by_workers[n]
-            step_s, serial_share = own.total_s(step_shape(ops)), own.serial_share
+            own, shape = by_workers[n], step_shape(ops)
+            step_s, serial_s = own.total_s(shape), own.serial_s(shape)
         else:
             launches = sum(o.count * o.launches for o in ops)
             if law is None or n not in law.launch_s:
@@ -226,7 +236,7 @@ class Machine:
             step_s=step_s * ratio,
             rel_se=math.hypot(rel_se, law.rel_se, other),
             source=Source.TRANSFERRED,
-            serial_share=serial_share,
+            serial_s=serial_s * ratio,
         )
 
 
@@ -306,10 +316,16 @@ def predict(
             f"{device.power_limit_w:g} W"
         )
     parallelism = config.parallelism
-    lowered = lower(spec, engine, parallelism)
+    lowered = lower(
+        spec,
+        engine,
+        parallelism,
+        routing=config.routing,
+        redundant_experts=config.redundant_experts,
+    )
     if isinstance(lowered, Infeasible):
         return lowered
-    held = memory(spec, engine, parallelism, workload, device, config.modes)
+    held = memory(lowered, workload, device, config.modes)
     if not held.fits:
         gb = {
             k: getattr(held, f"{k}_bytes") / 1e9
@@ -357,6 +373,10 @@ def predict(
         bundles=(bundle.ref,) if bundle else (),
         anchors=anchors,
         notes=_notes(spec, bundle, device, engine, anchors, parallelism, priced),
+        routing=lowered.experts.routing.name if lowered.experts else None,
+        imbalance=MappingProxyType(
+            {str(p): i for p in phases if (i := run.imbalance(p)) is not None}
+        ),
     )
 
 
@@ -417,39 +437,68 @@ class _Run:
 
     def phase(self, phase: Phase) -> tuple[PhaseResult, tuple[BreakdownRow, ...]]:
         """Result and breakdown of one phase."""
-        w = self.workload
-        if phase is Phase.PREFILL:
-            steps = list(self._prefill)
-        elif phase is Phase.DECODE:
-            steps = [(1.0, self._decode(w.decode_context))]
-        else:
-            steps = [
-                *self._prefill,
-                *((n, self._decode(c)) for n, c in self._request_contexts()),
-            ]
+        steps = self._steps(phase)
         return self._result(steps), self._breakdown(phase, steps)
 
+    def _steps(self, phase: Phase) -> list[tuple[float, StepResult]]:
+        """(count, step) of the steps that a phase consists of."""
+        if phase is Phase.PREFILL:
+            return list(self._prefill)
+        if phase is Phase.DECODE:
+            return [(1.0, self._decode(self.workload.decode_context))]
+        return [
+            *self._prefill,
+            *((n, self._decode(c)) for n, c in self._request_contexts()),
+        ]
+
+    def imbalance(self, phase: Phase) -> Imbalance | None:
+        """How unevenly the experts of a phase are loaded, by its largest step, or None."""
+        experts, engine = self.lowered.experts, self.lowered.engine
+        if experts is None or phase is Phase.REQUEST:
+            return None
+        if phase is Phase.PREFILL:
+            step = max(self._prefill_steps, key=lambda s: s.tokens)
+        else:
+            mode = self._mode(phase)
+            step = Step.decode(self.workload.batch, self.workload.decode_context, mode)
+        loads = experts.loads(engine, step)
+        rows = sum(w.rows for w in loads)
+        touched = sum(w.active for w in loads)
+        held = experts.routing.experts
+        waiting = sum(n * s.waiting_j for n, s in self._steps(phase))
+        return Imbalance(
+            experts=held,
+            experts_touched=min(touched, float(held)),
+            load_max_over_mean=loads[0].rows * len(loads) / rows,
+            expert_max_over_mean=max(w.largest for w in loads) * held / rows,
+            waiting_j=waiting * self.config.parallelism.replicas,
+        )
+
     @cached_property
-    def _prefill(self) -> tuple[tuple[float, StepResult], ...]:
-        """(count, step) of each step of the prefill: several where the engine limits a step."""
+    def _prefill_steps(self) -> tuple[Step, ...]:
+        """Steps of the prefill: several where the engine limits a step."""
         mode, w = self._mode(Phase.PREFILL), self.workload
         whole = Step.prefill(w.batch, w.prompt_len, mode)
         serving = self.lowered.engine.serving
-        steps: tuple[Step, ...] = (whole,)
-        if mode is Mode.SERVING and serving is not None:
-            steps = chunked(whole, serving.offline_batch_tokens)
-        return tuple(
-            (
-                1.0,
-                self.machine.step(self.lowered.ops(s), mode, self.without, lone=len(steps) == 1),
-            )
-            for s in steps
+        if mode is not Mode.SERVING or serving is None:
+            return (whole,)
+        return chunked(whole, serving.offline_batch_tokens)
+
+    @cached_property
+    def _prefill(self) -> tuple[tuple[float, StepResult], ...]:
+        """(count, step) of each step of the prefill."""
+        lone = len(self._prefill_steps) == 1
+        return tuple((1.0, self._step(s, lone=lone)) for s in self._prefill_steps)
+
+    @lru_cache(maxsize=64)  # noqa: B019 - a run lives no longer than its prediction
+    def _decode(self, context: float) -> StepResult:
+        return self._step(
+            Step.decode(self.workload.batch, context, self._mode(Phase.DECODE)), lone=False
         )
 
-    def _decode(self, context: float) -> StepResult:
-        mode = self._mode(Phase.DECODE)
-        ops = self.lowered.ops(Step.decode(self.workload.batch, context, mode))
-        return self.machine.step(ops, mode, self.without)
+    def _step(self, step: Step, *, lone: bool) -> StepResult:
+        ops, *others = self.lowered.by_worker(step)
+        return self.machine.step(ops, step.mode, self.without, others=others, lone=lone)
 
     def _request_contexts(self) -> list[tuple[float, float]]:
         """(steps, context) nodes that integrate the decode steps of a request by Gauss-Legendre."""

@@ -77,6 +77,8 @@ def prediction_document(prediction: Prediction) -> dict[str, Any]:
         "bundles": [asdict(bundle) for bundle in p.bundles],
         "anchors": anchors_to_json(p.anchors) if p.anchors else None,
         "notes": list(p.notes),
+        "routing": p.routing,
+        "imbalance": {phase: asdict(i) for phase, i in p.imbalance.items()} or None,
         "null_reasons": _null_reasons(p, derived),
     }
 
@@ -103,6 +105,8 @@ def infeasible_document(
         "bundles": [],
         "anchors": None,
         "notes": [],
+        "routing": None,
+        "imbalance": None,
         "null_reasons": {},
     }
 
@@ -167,6 +171,7 @@ def prediction_table(prediction: Prediction) -> RenderableType:
         _subject_line(p.spec, p.device, p.engine, p.parallelism, p.workload),
         _headline_table(p),
         memory_line(p.memory),
+        *_imbalance_lines(p),
         *_breakdown_tables(p),
         *(f"note: {note}" for note in p.notes),
         _source_line(p),
@@ -184,6 +189,16 @@ def serving_table(result: ServingResult) -> RenderableType:
         *(f"note: {note}" for note in result.notes),
         _source_line(result),
     )
+
+
+def _imbalance_lines(p: Prediction) -> Iterator[str]:
+    """One line a phase on how unevenly its experts are loaded."""
+    for phase, i in p.imbalance.items():
+        yield (
+            f"experts in {phase} ({p.routing}): {i.experts_touched:.0f} of {i.experts} touched, "
+            f"fullest worker {i.load_max_over_mean:.2f} x the mean, fullest expert "
+            f"{i.expert_max_over_mean:.2f} x; {_quantity(i.waiting_j, 'J')} spent waiting"
+        )
 
 
 def memory_line(memory: Memory) -> str:

@@ -185,6 +185,25 @@ class Infeasible:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Imbalance:
+    """How unevenly one phase loads the experts and the workers that hold them.
+
+    Attributes:
+        experts, experts_touched: of a layer, and those that any token of a step chooses.
+        load_max_over_mean: pairs on the fullest worker over the mean worker's; 1 where every worker
+            holds a slice of every expert.
+        expert_max_over_mean: tokens of the fullest expert over the mean expert's.
+        waiting_j: energy of the phase that workers draw while they wait for the slowest.
+    """
+
+    experts: int
+    experts_touched: float
+    load_max_over_mean: float
+    expert_max_over_mean: float
+    waiting_j: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """Everything that `predict` knows about one configuration; what was not asked for is None."""
 
@@ -200,6 +219,8 @@ class Prediction:
     bundles: tuple[BundleRef, ...]
     anchors: Anchors | None
     notes: tuple[str, ...] = ()
+    routing: str | None = None
+    imbalance: Mapping[str, Imbalance] = field(default_factory=lambda: MappingProxyType({}))
 
     def _phase(self, name: str) -> PhaseResult | None:
         return self.phases.get(name)

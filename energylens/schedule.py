@@ -70,20 +70,15 @@ class Host:
 
     Attributes:
         step_s: seconds; rel_se: its relative standard error.
-        serial_share: part of it during which no kernel of the step runs, whatever the device does:
-            a scheduler that forms the step, outputs that are handed on.
         source: where the numbers come from.
+        serial_s: part of it during which no kernel of the step runs, whatever the device does: a
+            scheduler that forms the step, outputs that are handed on.
     """
 
     step_s: float
     rel_se: float
     source: Source
-    serial_share: float = 0.0
-
-    @property
-    def serial_s(self) -> float:
-        """Seconds that add to the device's time."""
-        return self.serial_share * self.step_s
+    serial_s: float = 0.0
 
 
 NO_HOST = Host(step_s=0.0, rel_se=0.0, source=Source.MEASURED)
@@ -122,7 +117,15 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """A composed step: energy over all workers; ``clock`` of the slowest over the maximum."""
+    """A composed step.
+
+    Attributes:
+        latency_s, energy_j: of the step, energy over all workers.
+        clock: of the slowest worker, over the maximum.
+        regime: what holds the step up: ``host``, ``capped`` or ``device``.
+        parts: what adds up to the step.
+        waiting_j: part of the energy that workers draw while they wait for the slowest.
+    """
 
     latency_s: float
     energy_j: float
@@ -131,6 +134,7 @@ class StepResult:
     parts: tuple[Part, ...]
     interval: Interval
     source: Source
+    waiting_j: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,6 +224,7 @@ class _Composed:
     clocks: tuple[float, ...]
     wait_j: float
     link_j: float
+    waiting_j: float
 
 
 def _compose(
@@ -241,12 +246,17 @@ def _compose(
     slowest = max(range(len(sums)), key=lambda i: sums[i][0])
     latency = max(device_s + host.serial_s, host.step_s)
     # A worker that is done first spins in the next collective.
-    spin_j = sum(max(0.0, device_s - t) * constants.spin_w for t, _ in sums)
+    waits = [max(0.0, device_s - t) for t, _ in sums]
+    spin_j = sum(waits) * constants.spin_w
+    link_w = _link_w(ops, constants)
+    waiting_j = sum(
+        t * (w.idle_w + constants.spin_w + link_w) for t, w in zip(waits, workers, strict=True)
+    )
     host_j = (latency - device_s) * constants.wait_w * len(workers)
-    link_j = device_s * _link_w(ops, constants) * len(workers)
+    link_j = device_s * link_w * len(workers)
     idle_j = latency * sum(w.idle_w for w in workers)
     energy = sum(e for _, e in sums) + spin_j + host_j + link_j + idle_j
-    return _Composed(latency, energy, device_s, slowest, clocks, spin_j + host_j, link_j)
+    return _Composed(latency, energy, device_s, slowest, clocks, spin_j + host_j, link_j, waiting_j)
 
 
 def step(
@@ -292,6 +302,7 @@ def step(
         parts=_parts(ops, costs, arrays, workers, constants, composed, bound),
         interval=_interval(ops, costs, arrays, workers, constants, spreads, bound, without),
         source=max(sources, default=Source.MEASURED),
+        waiting_j=composed.waiting_j,
     )
 
 
@@ -383,7 +394,7 @@ def _interval(
 ) -> Interval:
     """Central interval from the variance components, lognormal in time and in energy."""
     # The step as if the host never held it up beyond its serial part; that comes on top at the end.
-    serial = replace(host, step_s=host.serial_s, serial_share=1.0)
+    serial = replace(host, step_s=host.serial_s)
     base = _compose(arrays, workers, constants, serial, without)
 
     def shifted(

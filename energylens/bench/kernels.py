@@ -432,6 +432,86 @@ def _repeat_kv(make: Maker, s: Mapping[str, int]) -> Built:
     ) * k.numel()
 
 
+def expert_choices(make: Maker, s: Mapping[str, int]) -> list[Any]:
+    """Expert ids [tokens, topk] with the loads that the sizes name, one for each buffer set.
+
+    Loads are quantiles of a log-normal distribution between the fullest expert and the others: as
+    many active experts and as many pairs as asked for, and about the largest. Which expert has
+    which load differs from set to set, so that weights come from memory. Pairs of other workers'
+    experts get ids from ``experts`` on.
+    """
+    torch = make.torch
+    tokens, topk, experts = s["tokens"], s["topk"], s["experts"]
+    loads = expert_loads(s["rows"], s["active"], min(s["largest"], tokens))
+    others = tokens * topk - s["rows"]
+    used = 2.0 * 3 * s["active"] * s["width"] * s["hidden"]
+    generator = torch.Generator().manual_seed(0)
+    sets = []
+    for _ in range(copies_of(used, most=16)):
+        mine = torch.randperm(experts, generator=generator)[: s["active"]]
+        ids = mine.repeat_interleave(torch.tensor(loads))
+        if others:  # spread over as many experts of others as keep below one row per token each
+            away = max(experts, -(-others // tokens))
+            ids = torch.cat((ids, experts + torch.arange(others) * away // others))
+        # Down the columns, an expert with no more rows than tokens meets no token twice.
+        chosen = ids.view(topk, tokens).T[torch.randperm(tokens, generator=generator)]
+        sets.append(chosen.contiguous().to(make.device))
+    return sets
+
+
+def expert_loads(rows: int, active: int, largest: int) -> list[int]:
+    """Rows of each of ``active`` experts: one at least, ``largest`` at most, ``rows`` in all."""
+    normal = statistics.NormalDist()
+    z = [normal.inv_cdf((i + 0.5) / active) for i in range(active)]
+
+    def spread(sigma: float) -> list[float]:
+        weights = [math.exp(sigma * value) for value in z]
+        return [rows * w / sum(weights) for w in weights]
+
+    low, high = 0.0, 6.0
+    for _ in range(40):
+        sigma = (low + high) / 2
+        low, high = (sigma, high) if max(spread(sigma)) < largest else (low, sigma)
+    loads = [min(largest, max(1, round(n))) for n in spread(low)]
+    i = 0
+    while (left := rows - sum(loads)) != 0:  # what rounding left over, one by one
+        step = 1 if left > 0 else -1
+        if 1 <= loads[i % active] + step <= largest:
+            loads[i % active] += step
+        i += 1
+    return loads
+
+
+def _moe(make: Maker, s: Mapping[str, int]) -> Built:
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    torch = make.torch
+    config = Qwen3MoeConfig(
+        hidden_size=s["width"],
+        moe_intermediate_size=s["hidden"],
+        num_experts=s["experts"],
+        num_experts_per_tok=s["topk"],
+        norm_topk_prob=True,
+    )
+    config._experts_implementation = "grouped_mm"
+    with torch.device(make.device):
+        block = Qwen3MoeSparseMoeBlock(config).to(make.dtype)
+    for p in block.parameters():
+        p.data.normal_(0.0, WEIGHT_STD)
+    x = make.normal(s["tokens"], s["width"])
+    # The router runs, but what it says is replaced: loads are what is varied.
+    weights = torch.softmax(make.normal(s["tokens"], s["topk"]).float(), dim=-1).to(make.dtype)
+
+    def call(ids: Any) -> object:
+        block.gate(x)
+        return block.experts(x, ids, weights)
+
+    calls: list[Call] = [partial(call, ids) for ids in expert_choices(make, s)]
+    held = sum(p.numel() for p in block.parameters())
+    return calls, 2.0 * (held + s["tokens"] * s["topk"] * (3 * s["hidden"] + 4 * s["width"]))
+
+
 def _argmax(make: Maker, s: Mapping[str, int]) -> Built:
     logits = make.normal(s["rows"], s["width"])
     return [lambda: logits.argmax(dim=-1)], 2.0 * logits.numel()
@@ -450,5 +530,6 @@ BUILDERS: Mapping[str, Builder] = {
     "embedding": _embedding,
     "hf_kv_concat": _kv_concat,
     "hf_repeat_kv": _repeat_kv,
+    "hf_moe": _moe,
     "argmax": _argmax,
 }

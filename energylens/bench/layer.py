@@ -67,7 +67,7 @@ def transformers_config(spec: Spec, tp: int = 1, layers: int = 1) -> Any:
     Raises:
         UnsupportedError: the spec is not of a family whose layers are known here.
     """
-    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+    from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
     names = {e.name: e for b in spec.blocks for e in b.cascade}
     if not {"q", "k", "v", "o", "gate", "up", "down"} <= set(names):
@@ -81,8 +81,18 @@ def transformers_config(spec: Spec, tp: int = 1, layers: int = 1) -> Any:
         raise UnsupportedError(
             f"{spec.name}: tp={tp} does not divide its heads or its hidden width"
         )
+    experts: dict[str, Any] = {}
     family = Qwen3Config if "q_norm" in names else Qwen2Config if names["q"].bias else LlamaConfig
+    if spec.moe is not None:
+        family = Qwen3MoeConfig
+        experts = {
+            "moe_intermediate_size": r["f"] // tp,
+            "num_experts": r[spec.moe["rank"]],
+            "num_experts_per_tok": spec.moe["topk"],
+            "norm_topk_prob": True,
+        }
     config = family(
+        **experts,
         hidden_size=r["m"],
         num_attention_heads=q_heads // tp,
         num_key_value_heads=max(1, kv_heads // tp),

@@ -60,6 +60,7 @@ _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, so that it can be stepped
@@ -145,6 +146,8 @@ class VllmEngine:
         config.vocab_size = spec.ranks["v"] if shrink == 1 else SMALL_VOCABULARY
         config.hidden_size //= shrink
         config.intermediate_size //= shrink
+        if spec.moe is not None:
+            config.moe_intermediate_size //= shrink
         config.num_attention_heads = max(workers, config.num_attention_heads // shrink)
         config.num_key_value_heads = max(workers, config.num_key_value_heads // shrink)
         config.max_position_embeddings = 2 * LONGEST

@@ -26,6 +26,7 @@ from energylens.bench.kernels import (
     Maker,
     TorchProvider,
     copies_of,
+    expert_choices,
 )
 from energylens.bench.trial import AnchorLoad, HostPoint, MixPoint
 from energylens.bench.vllm_engine import host_points, prepare_environment
@@ -343,6 +344,49 @@ def _attention(make: Maker, s: Mapping[str, int]) -> Built:
     return [partial(call, blocks) for blocks in tables], 2.0 * (pool.numel() + 2 * q.numel())
 
 
+def _moe(make: Maker, s: Mapping[str, int]) -> Built:
+    """Top-k of the router's logits, and the fused experts; others' experts map to -1."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.fused_moe import fused_experts, fused_topk
+
+    torch = make.torch
+    tokens, topk, experts = s["tokens"], s["topk"], s["experts"]
+    width, hidden = s["width"], s["hidden"]
+    x = make.normal(tokens, width)
+    gate_up = make.normal(experts, 2 * hidden, width, std=WEIGHT_STD)
+    down = make.normal(experts, width, hidden, std=WEIGHT_STD)
+    chosen = expert_choices(make, s)
+    everywhere = max(experts, *(int(ids.max()) + 1 for ids in chosen))
+    experts_map = None
+    if everywhere > experts:
+        experts_map = torch.full((everywhere,), -1, dtype=torch.int32, device=make.device)
+        experts_map[:experts] = torch.arange(experts, dtype=torch.int32, device=make.device)
+
+    def logits(ids: Any) -> Any:
+        """Logits whose top-k are these experts."""
+        values = make.normal(tokens, everywhere)
+        return values.scatter_add_(1, ids, torch.full_like(ids, 20, dtype=make.dtype))
+
+    def call(values: Any) -> object:
+        weights, ids, _ = fused_topk(x, values, topk, renormalize=True)
+        return fused_experts(
+            x,
+            gate_up,
+            down,
+            weights,
+            ids,
+            global_num_experts=everywhere,
+            expert_map=experts_map,
+        )
+
+    with set_current_vllm_config(_config()):
+        calls: list[Call] = [partial(call, logits(ids)) for ids in chosen]
+        calls[0]()
+    rows = s["rows"]
+    held = 3 * experts * width * hidden + rows * (3 * hidden + width) + tokens * width
+    return calls, 2.0 * held
+
+
 def _sample(make: Maker, s: Mapping[str, int]) -> Built:
     """Greedy sampling: the logits as 32-bit floats, then the largest."""
     from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
@@ -372,4 +416,5 @@ BUILDERS: Mapping[str, Builder] = {
     "vllm_silu_mul": _silu_mul,
     "vllm_kv_write": _kv_write,
     "vllm_sample": _sample,
+    "vllm_moe": _moe,
 }

@@ -64,25 +64,30 @@ class StepHost:
 
     Attributes:
         step_s: of any step; sequence_s, token_s: more for each sequence and new token;
-        layer_s: more for each layer where the step is too large to be captured.
-        serial_share: part of all that during which no kernel of the step runs.
+        layer_s: more for each layer where the step is too large to be captured;
+        expert_layer_s: more again where the layer has experts.
+        serial_share: part of all but the launching of layers during which no kernel of the step
+            runs; launches run ahead of the device.
     """
 
     step_s: float
     sequence_s: float
     token_s: float
     layer_s: float
+    expert_layer_s: float
     serial_share: float
 
     def total_s(self, shape: StepShape) -> float:
         """Seconds of one step."""
-        layers = 0 if shape.is_captured else shape.layers
-        return (
-            self.step_s
-            + self.sequence_s * shape.sequences
-            + self.token_s * shape.tokens
-            + self.layer_s * layers
-        )
+        launched = self.layer_s * shape.layers + self.expert_layer_s * shape.expert_layers
+        return self._formed_s(shape) + (0.0 if shape.is_captured else launched)
+
+    def serial_s(self, shape: StepShape) -> float:
+        """Seconds of them that add to the device's."""
+        return self.serial_share * self._formed_s(shape)
+
+    def _formed_s(self, shape: StepShape) -> float:
+        return self.step_s + self.sequence_s * shape.sequences + self.token_s * shape.tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

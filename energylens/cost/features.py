@@ -114,12 +114,13 @@ class StepShape:
 
     Attributes:
         sequences, tokens: served, and new tokens of all of them.
-        layers: of the model.
+        layers, expert_layers: of the model, and those of them that have experts.
     """
 
     sequences: float
     tokens: float
     layers: int
+    expert_layers: int = 0
 
     @property
     def is_captured(self) -> bool:
@@ -135,6 +136,7 @@ def step_shape(ops: Sequence[Op]) -> StepShape:
         sequences=sum(s["batch"] for s in sizes),
         tokens=sum(s["batch"] * s["new"] for s in sizes),
         layers=max((o.count for o in attention), default=0),
+        expert_layers=max((o.count for o in ops if o.kind is Kind.MOE), default=0),
     )
 
 
@@ -178,6 +180,8 @@ _MATRIX = frozenset(
         "attention_decode_masked",
         "vllm_attention_prefill",
         "vllm_attention_decode",
+        "hf_moe",
+        "vllm_moe",
     }
 )
 
@@ -265,6 +269,16 @@ def _prepare(op: Op, device: Device) -> list[float]:
     return _log2(s["new"], s["batch"], s["context"])
 
 
+_MOE_FEATURES = ("tokens", "rows", "active", "skew", "width", "hidden")
+
+
+def _moe(op: Op, device: Device) -> list[float]:
+    s = op.sizes
+    rows, active = max(s["rows"], 1.0), max(s["active"], 1.0)
+    skew = max(s["largest"] * active / rows, 1.0)
+    return _log2(s["tokens"], rows, active, skew, s["width"], s["hidden"])
+
+
 def _plain(op: Op, device: Device) -> list[float]:
     return _log2(*op.shape)
 
@@ -289,6 +303,8 @@ _FEATURES: Mapping[str, tuple[tuple[str, ...], Callable[[Op, Device], list[float
     "hf_kv_concat": (("context", "width", "growth"), _kv_concat),
     "hf_repeat_kv": (("context", "width", "group", "aligned"), _repeat_kv),
     "hf_prepare": (("new", "batch", "context"), _prepare),
+    "hf_moe": (_MOE_FEATURES, _moe),
+    "vllm_moe": (_MOE_FEATURES, _moe),
 }
 
 

@@ -10,6 +10,7 @@ from typing import Protocol
 from energylens.errors import SpecError, UnsupportedError
 from energylens.graph import KERNELS, EinsumCount, Op, count_einsum, kernel_type
 from energylens.lower.fuse import Group, groups
+from energylens.lower.routing import Routing, WorkerLoad, make_routing, worker_loads
 from energylens.lower.shard import Sharding, entry_ranks, product, shard
 from energylens.results import Infeasible
 from energylens.spec.model import STEP_RANKS, Access, Block, Einsum, Entry, Spec
@@ -19,8 +20,8 @@ from energylens.spec.system import Engine, Kernel, Mode, Parallelism, Sequences,
 class Item(Protocol):
     """Part of a lowered model that becomes ops once the step is known."""
 
-    def ops(self, engine: Engine, step: Step) -> Iterator[Op]:
-        """The ops of one step."""
+    def ops(self, engine: Engine, step: Step, worker: int) -> Iterator[Op]:
+        """The ops of one step on one worker, the one with the most to do being the first."""
         ...
 
 
@@ -38,21 +39,35 @@ class Lowered:
     sharding: Sharding
     items: tuple[Item, ...]
 
-    def ops(self, step: Step) -> tuple[Op, ...]:
+    def ops(self, step: Step, worker: int = 0) -> tuple[Op, ...]:
         """The ops that one worker executes in ``step``; a step without sequences has none.
+
+        Args:
+            step: sequences and launch mode.
+            worker: which one, where experts make a difference: the first has the most to do.
 
         Raises:
             SpecError: the engine has no kernel for an op in this mode.
         """
         if not step.sequences:
             return ()
-        return tuple(op for item in self.items for op in item.ops(self.engine, step))
+        return tuple(op for item in self.items for op in item.ops(self.engine, step, worker))
+
+    def by_worker(self, step: Step) -> tuple[tuple[Op, ...], ...]:
+        """The ops of each worker, the fullest first; one entry where all do the same."""
+        groups = self.sharding.tp if self.sharding.ep > 1 else 1
+        return tuple(self.ops(step, worker) for worker in range(groups))
+
+    @property
+    def experts(self) -> Experts | None:
+        """The mixture of experts in it, or None."""
+        return next((item for item in self.items if isinstance(item, Experts)), None)
 
 
 def lower_step(
     spec: Spec, engine: Engine, parallelism: Parallelism, step: Step
 ) -> tuple[Op, ...] | Infeasible:
-    """The ops that one worker executes in an engine step (those of a dense model do the same).
+    """The ops that the worker with the most to do executes in an engine step.
 
     Args:
         spec: the model.
@@ -72,18 +87,43 @@ def lower_step(
     return lowered if isinstance(lowered, Infeasible) else lowered.ops(step)
 
 
-def lower(spec: Spec, engine: Engine, parallelism: Parallelism) -> Lowered | Infeasible:
+def lower(
+    spec: Spec,
+    engine: Engine,
+    parallelism: Parallelism,
+    *,
+    routing: str | None = None,
+    redundant_experts: int = 0,
+) -> Lowered | Infeasible:
     """Everything of `lower_step` that does not depend on the step; use it for many steps.
+
+    Args:
+        spec: the model.
+        engine: whose kernels to use.
+        parallelism: degrees.
+        routing: how tokens choose experts (see `energylens.lower.routing.make_routing`), the
+            spec's own way by default.
+        redundant_experts: experts that are held twice.
 
     Raises:
         SpecError: the engine has no kernel for an entry.
         UnsupportedError: an entry or a fusion has a form that no kernel computes.
     """
-    sharding = shard(spec, parallelism)
+    sharding = shard(spec, parallelism, experts_only=engine.ep_replicates)
     if isinstance(sharding, Infeasible):
         return sharding
-    items = _Lowering(spec, engine, sharding).run()
+    items = _Lowering(spec, engine, sharding, _routing(spec, routing), redundant_experts).run()
     return Lowered(spec=spec, engine=engine, sharding=sharding, items=items)
+
+
+def _routing(spec: Spec, asked: str | None) -> Routing | None:
+    """How tokens choose the experts of ``spec``; None for a dense model."""
+    if spec.moe is None:
+        if asked is not None:
+            raise SpecError(f"{spec.name} has no experts; leave the routing out")
+        return None
+    annotation = asked or spec.moe.get("routing", "uniform")
+    return make_routing(annotation, spec.ranks[spec.moe["rank"]], spec.moe["topk"])
 
 
 # ---------------------------------------------------------------- items
@@ -143,10 +183,8 @@ class _Rowwise:
     scaled: Mapping[str, float]
     fixed: Mapping[str, float]
 
-    def ops(self, engine: Engine, step: Step) -> Iterator[Op]:
-        tokens = step.tokens
-        if step.mode is Mode.SERVING and engine.serving is not None:
-            tokens = engine.serving.padded(tokens)
+    def ops(self, engine: Engine, step: Step, worker: int) -> Iterator[Op]:
+        tokens = _padded_tokens(engine, step)
         rows = {"s": tokens, "b": step.batch, "": 1}[self.per]
         sizes = dict(self.fixed)
         for dim, per_row in self.scaled.items():
@@ -171,7 +209,7 @@ class _Attention:
     head_dim: int
     cached: bool
 
-    def ops(self, engine: Engine, step: Step) -> Iterator[Op]:
+    def ops(self, engine: Engine, step: Step, worker: int) -> Iterator[Op]:
         for group in step.sequences:
             yield from self._group(engine, step.mode, group)
 
@@ -201,13 +239,66 @@ class _Attention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The experts of a layer, from the router's logits (or, by the engine, its input) to the sum.
+
+    Attributes:
+        rank: of the experts in the spec.
+        routing, topk: how tokens choose.
+        ways: workers over which whole experts are spread.
+        redundant: experts that are held twice.
+        width, hidden: of a token, and of one expert's slice on a worker.
+    """
+
+    name: str
+    dtype: str
+    count: int
+    rank: str
+    routing: Routing
+    topk: int
+    ways: int
+    redundant: int
+    width: int
+    hidden: int
+
+    def loads(self, engine: Engine, step: Step) -> tuple[WorkerLoad, ...]:
+        """Expected load of each group of workers, the fullest first."""
+        tokens = _padded_tokens(engine, step)
+        return worker_loads(self.routing, self.topk, tokens, self.ways, self.redundant)
+
+    def ops(self, engine: Engine, step: Step, worker: int) -> Iterator[Op]:
+        """One kernel with the worker's load."""
+        loads = self.loads(engine, step)
+        load = loads[worker % len(loads)]
+        sizes = {
+            "tokens": _padded_tokens(engine, step),
+            "topk": self.topk,
+            "experts": load.experts,
+            "rows": load.rows,
+            "active": load.active,
+            "largest": load.largest,
+            "width": self.width,
+            "hidden": self.hidden,
+        }
+        name, dtype, count = self.name, self.dtype, self.count
+        yield _op(engine, step.mode, "moe", sizes, name=name, dtype=dtype, count=count)
+
+
+def _padded_tokens(engine: Engine, step: Step) -> int:
+    """Rows of a step's token-wise kernels: its new tokens, or those of the next captured graph."""
+    if step.mode is Mode.SERVING and engine.serving is not None:
+        return engine.serving.padded(step.tokens)
+    return step.tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepare:
     """What a step prepares once for all layers."""
 
     dtype: str
     head_dim: int
 
-    def ops(self, engine: Engine, step: Step) -> Iterator[Op]:
+    def ops(self, engine: Engine, step: Step, worker: int) -> Iterator[Op]:
         group = step.sequences[0]
         sizes = {
             "batch": group.count,
@@ -250,8 +341,16 @@ def _per(entry: Entry) -> str:
 class _Lowering:
     """One walk over the blocks; knows which tensors are split at each point of it."""
 
-    def __init__(self, spec: Spec, engine: Engine, sharding: Sharding) -> None:
+    def __init__(
+        self,
+        spec: Spec,
+        engine: Engine,
+        sharding: Sharding,
+        routing: Routing | None,
+        redundant: int,
+    ) -> None:
         self._spec, self._engine, self._sharding = spec, engine, sharding
+        self._routing, self._redundant = routing, redundant
         self._items: list[Item] = []
         # By tensor. Named ops name no output: what no einsum wrote is as the last entry was.
         self._is_split: dict[str, bool] = {}
@@ -343,6 +442,8 @@ class _Lowering:
         ]
         if sum(contracts_context) > 1:
             self._items.append(self._attention(group, block, splits[0]))
+        elif self._routing is not None and any(e.op == "topk" for e in group.members):
+            self._items.append(self._experts(group, block, splits[-1], self._routing))
         elif any("t" in entry_ranks(e) for e in group.members):
             raise SpecError(
                 f"{self._spec.name}: engine {self._engine.name} has no kernel for {group.name!r} "
@@ -386,6 +487,30 @@ class _Lowering:
             per=_per(group.members[0]),
             scaled={"m": m},
             fixed={"n": n, "k": k},
+        )
+
+    def _experts(self, group: Group, block: Block, split: bool, routing: Routing) -> Experts:
+        """Top-k, the chosen experts' products and their sum as one kernel."""
+        moe = self._spec.moe
+        down = group.members[-1].einsum
+        assert moe is not None  # there is a routing
+        if down is None or moe["rank"] not in down.reduced:
+            raise UnsupportedError(
+                f"{self._spec.name}: the experts {group.name!r} must end with a contraction over "
+                f"rank {moe['rank']!r}, which adds up what the chosen experts say"
+            )
+        sizes = self._sharding.sizes(split)
+        return Experts(
+            name="experts",
+            dtype=self._spec.precision.weights,
+            count=block.repeat,
+            rank=moe["rank"],
+            routing=routing,
+            topk=moe["topk"],
+            ways=self._sharding.ep,
+            redundant=self._redundant,
+            width=product(down.output.ranks, sizes),
+            hidden=product((r for r in down.reduced if r != moe["rank"]), sizes),
         )
 
     def _named(self, group: Group, block: Block, splits: Sequence[bool]) -> _Rowwise:

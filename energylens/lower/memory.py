@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from energylens.errors import UnsupportedError
 from energylens.graph import Op
-from energylens.lower.kernels import Lowered, lower
+from energylens.lower.kernels import Lowered
 from energylens.lower.shard import product
-from energylens.results import Infeasible, Kind, Memory
+from energylens.results import Kind, Memory
 from energylens.spec.model import Entry, Spec
-from energylens.spec.system import Device, Engine, Mode, Parallelism, Phase, Step, Workload
+from energylens.spec.system import Device, Mode, Phase, Step, Workload, chunked
 from energylens.units import bytes_per_value
 
 
@@ -21,27 +20,20 @@ def parameters(spec: Spec) -> int:
 
 
 def memory(
-    spec: Spec,
-    engine: Engine,
-    parallelism: Parallelism,
+    lowered: Lowered,
     workload: Workload,
     device: Device,
     modes: Mapping[Phase, Mode] = MappingProxyType({}),
 ) -> Memory:
-    """Memory of one worker, in bytes.
+    """Memory of one worker, the one with the most experts, in bytes.
 
     Weights include replicas (KV heads fewer than workers, entries that the engine does not split).
     The cache is that of the whole batch at its longest context. Activations are an estimate: what
     the widest kernel of the prefill or of the last decode step reads and writes besides weights and
     cache, plus the residual stream. ``modes`` win over the engine's launch modes: captured steps
     hold other tensors than eager ones.
-
-    Raises:
-        UnsupportedError: the configuration cannot run at all; `lower` gives the reason as a value.
     """
-    lowered = lower(spec, engine, parallelism)
-    if isinstance(lowered, Infeasible):
-        raise UnsupportedError(lowered.reason)
+    spec, engine = lowered.spec, lowered.engine
     tokens = workload.batch * max(workload.prompt_len + workload.gen_len, workload.context_len or 0)
     weights = cache = 0
     for repeat, entry, sizes in _entries(lowered):
@@ -58,10 +50,15 @@ def memory(
 
 
 def _entries(lowered: Lowered) -> Iterator[tuple[int, Entry, Mapping[str, int]]]:
+    experts = lowered.experts
     for block in lowered.spec.blocks:
         for entry in block.cascade:
             split = entry.name not in lowered.engine.tp_replicated
-            yield block.repeat, entry, lowered.sharding.sizes(split)
+            sizes = lowered.sharding.sizes(split)
+            if split and experts is not None:
+                held = experts.routing.experts + experts.redundant
+                sizes = {**sizes, experts.rank: -(-held // experts.ways)}
+            yield block.repeat, entry, sizes
 
 
 def _weight_values(entry: Entry, sizes: Mapping[str, int]) -> int:
@@ -80,8 +77,14 @@ def _weight_values(entry: Entry, sizes: Mapping[str, int]) -> int:
 
 def _activations_bytes(lowered: Lowered, workload: Workload, modes: Mapping[Phase, Mode]) -> float:
     full = workload.prompt_len + workload.gen_len
+    prefill = Step.prefill(
+        workload.batch, workload.prompt_len, modes.get(Phase.PREFILL, Mode.EAGER)
+    )
+    serving = lowered.engine.serving
+    if prefill.mode is Mode.SERVING and serving is not None:
+        prefill = chunked(prefill, serving.offline_batch_tokens)[0]
     steps = (
-        Step.prefill(workload.batch, workload.prompt_len, modes.get(Phase.PREFILL, Mode.EAGER)),
+        prefill,
         Step.decode(workload.batch, full, modes.get(Phase.DECODE, Mode.EAGER)),
     )
     ops = [op for step in steps for op in lowered.ops(step)]
@@ -95,6 +98,8 @@ def _live_bytes(op: Op) -> float:
         s = op.sizes
         return s["m"] * (s["k"] + s["n"]) * bytes_per_value(op.dtype)
     if op.kind is Kind.ATTENTION:
+        return 2 * op.bytes_written
+    if op.kind is Kind.MOE:  # what one product writes and the next one reads
         return 2 * op.bytes_written
     if op.kind in (Kind.COPY, Kind.COLLECTIVE):
         return op.bytes_written

@@ -30,7 +30,7 @@ class Sharding:
     """How one configuration splits a model.
 
     Attributes:
-        tp: tensor-parallel degree.
+        tp, ep: tensor- and expert-parallel degrees.
         ways: rank -> number of parts; ranks that stay whole are absent.
         whole, local: size of each rank in the model, and on one worker.
     """
@@ -39,6 +39,7 @@ class Sharding:
     ways: Mapping[str, int]
     whole: Mapping[str, int]
     local: Mapping[str, int]
+    ep: int = 1
 
     def splits(self, ranks: Iterable[str]) -> bool:
         """True where at least one of ``ranks`` is split."""
@@ -67,8 +68,18 @@ def entry_ranks(entry: Entry) -> set[str]:
     return ranks | set(entry.einsum.output.ranks) if entry.einsum is not None else ranks
 
 
-def shard(spec: Spec, parallelism: Parallelism) -> Sharding | Infeasible:
-    """Split a dense model over the workers of a tensor-parallel group.
+def shard(
+    spec: Spec, parallelism: Parallelism, *, experts_only: bool = False
+) -> Sharding | Infeasible:
+    """Split a model over the workers of a tensor-parallel group.
+
+    Expert parallelism of degree ``ep`` regroups these workers for the experts: each holds whole
+    ones (as even as they divide), sliced ``tp / ep`` ways.
+
+    Args:
+        spec: the model.
+        parallelism: degrees.
+        experts_only: True where an engine that spreads experts leaves all else whole.
 
     Returns:
         The sharding, or why there is none and which degrees there are.
@@ -76,18 +87,16 @@ def shard(spec: Spec, parallelism: Parallelism) -> Sharding | Infeasible:
     Raises:
         SpecError: two chains of the spec ask for different splits of one rank.
     """
-    for name in ("ep", "pp", "dp"):
+    for name in ("pp", "dp"):
         degree = getattr(parallelism, name)
         if degree > 1:
             return Infeasible(
-                reason=f"{name}={degree} is not supported in this version, only tp and replicas "
-                f"are; set {name}=1"
+                reason=f"{name}={degree} is not supported in this version, only tp, ep and "
+                f"replicas are; set {name}=1"
             )
-    if spec.moe is not None:
-        return Infeasible(
-            reason=f"{spec.name} is a mixture of experts; this version supports dense models only"
-        )
-    tp = parallelism.tp
+    tp, ep = parallelism.tp, parallelism.ep
+    if ep > 1:
+        return _shard_experts(spec, tp, ep, experts_only)
     if tp > 1 and not spec.parallelism.get("tp"):
         return Infeasible(reason=f"{spec.name} names no ranks that tp may split; use tp=1")
     ways: dict[str, int] = {}
@@ -104,6 +113,43 @@ def shard(spec: Spec, parallelism: Parallelism) -> Sharding | Infeasible:
     ways = {r: n for r, n in ways.items() if n > 1}
     local = {r: -(-size // ways.get(r, 1)) for r, size in spec.ranks.items()}
     return Sharding(tp=tp, ways=ways, whole=spec.ranks, local=local)
+
+
+def _shard_experts(spec: Spec, tp: int, ep: int, experts_only: bool) -> Sharding | Infeasible:
+    """Split with whole experts spread over workers; see `shard`."""
+    if spec.moe is None:
+        return Infeasible(reason=f"{spec.name} has no experts for ep={ep} to spread; use ep=1")
+    rank = spec.moe["rank"]
+    experts = spec.ranks[rank]
+    if ep > experts:
+        return Infeasible(reason=f"{spec.name}: ep={ep} is more than its {experts} experts")
+    sliced = sorted(
+        {
+            r
+            for b in spec.blocks
+            for e in b.cascade
+            for a in e.accesses
+            if a.is_weight and rank in a.ranks
+            for r in a.ranks
+            if r in spec.parallelism.get("tp", ())
+        }
+    )
+    ways = {rank: ep, **dict.fromkeys(sliced, tp // ep)}
+    for r in sliced:
+        if spec.ranks[r] % (tp // ep):
+            return Infeasible(
+                reason=f"{spec.name}: tp={tp} with ep={ep} does not divide {r}={spec.ranks[r]} of "
+                f"each expert {tp // ep} ways"
+            )
+    if not experts_only:
+        for chain in (c for c in _chains(spec) if not set(c) <= set(sliced)):
+            split = _split(chain, spec.ranks, tp)
+            if split is None:
+                return Infeasible(reason=_explain(spec, chain, tp))
+            ways |= split
+    ways = {r: n for r, n in ways.items() if n > 1}
+    local = {r: -(-size // ways.get(r, 1)) for r, size in spec.ranks.items()}
+    return Sharding(tp=tp, ep=ep, ways=ways, whole=spec.ranks, local=local)
 
 
 def valid_tp(spec: Spec) -> tuple[int, ...]:

@@ -50,8 +50,8 @@ class PriceTable:
     price per pair, for which there is a second table over tokens and pairs.
 
     Against exact prices of random steps of Llama-3-8B and 70B (`benchmarks/serving_speed.py`),
-    latency and energy of decode steps were off by 0.04 % in the mean and 0.6 % at most, of steps
-    with one prompt by 0.1 % and 1 %, of steps with prompts of several lengths by 0.5 % and 3 %: an
+    latency and energy of decode steps were off by 0.07 % in the mean and 0.6 % at most, of steps
+    with one prompt by 0.2 % and 1 %, of steps with prompts of several lengths by 0.6 % and 3 %: an
     exact price takes each length for a kernel of its own.
     """
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from energylens.cost.bundle import Bundle, select
 from energylens.errors import OutOfRangeError, SpecError
-from energylens.lower import lower, memory
+from energylens.lower import Lowered, lower, memory
 from energylens.predict import machine, predict
 from energylens.results import (
     Anchors,
@@ -36,7 +36,6 @@ from energylens.spec.system import (
     Engine,
     Link,
     Mode,
-    Parallelism,
     Phase,
     Serving,
     Step,
@@ -150,10 +149,16 @@ class _Service:
         serving = self.engine.serving
         assert serving is not None  # `_limited` has made it
         parallelism = self.config.parallelism
-        lowered = lower(self.spec, self.engine, parallelism)
+        lowered = lower(
+            self.spec,
+            self.engine,
+            parallelism,
+            routing=self.config.routing,
+            redundant_experts=self.config.redundant_experts,
+        )
         if isinstance(lowered, Infeasible):
             return lowered
-        blocks = kv_tokens(self.spec, self.engine, parallelism, self.device) // serving.block_size
+        blocks = kv_tokens(lowered, self.device) // serving.block_size
         if blocks < 1:
             return Infeasible(
                 reason=f"{self.spec.name} does not fit {self.device.name}: weights and "
@@ -205,16 +210,16 @@ class _Service:
         )
 
 
-def kv_tokens(spec: Spec, engine: Engine, parallelism: Parallelism, device: Device) -> int:
+def kv_tokens(lowered: Lowered, device: Device) -> int:
     """Tokens that the KV cache of a replica holds, in whole blocks.
 
     As vLLM sizes it: what its share of the device memory has left beside the weights and the
     activations of the largest step.
     """
-    serving = engine.serving
+    serving = lowered.engine.serving
     assert serving is not None  # `_limited` has checked it
     largest = Workload(batch=1, prompt_len=serving.batch_tokens, gen_len=1)
-    held = memory(spec, engine, parallelism, largest, device)
+    held = memory(lowered, largest, device)
     per_token = held.kv_cache_bytes / (largest.prompt_len + largest.gen_len)
     room = serving.memory_share * held.capacity_bytes - held.weights_bytes - held.activations_bytes
     return max(0, math.floor(room / per_token) // serving.block_size * serving.block_size)
@@ -240,10 +245,17 @@ def _limited(engine: Engine, limits: Limits) -> Serving:
             f"max_sequences={sequences} is above batch_tokens={tokens}: a step holds a token of "
             f"each sequence; lower --max-num-seqs or raise --max-batch-tokens"
         )
-    # vLLM captures up to twice its sequences.
-    largest = min(tokens, 2 * sequences)
-    captured = tuple(size for size in own.capture_sizes if size <= largest)
-    return replace(own, batch_tokens=tokens, max_sequences=sequences, capture_sizes=captured)
+    # vLLM captures up to twice its sequences, and its largest step where that is not above it.
+    largest = min(tokens, 2 * sequences, max(own.capture_sizes, default=0))
+    captured = {size for size in own.capture_sizes if size <= largest}
+    if tokens == largest:
+        captured.add(tokens)
+    return replace(
+        own,
+        batch_tokens=tokens,
+        max_sequences=sequences,
+        capture_sizes=tuple(sorted(captured)),
+    )
 
 
 def _summary(traffic: Traffic, times: Array, requests: Requests) -> TrafficSummary:

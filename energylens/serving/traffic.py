@@ -53,8 +53,12 @@ class Traffic:
                 raise OutOfRangeError(f"{name} must be a number above 0, not {value:g}")
         if self.seed < 0:
             raise OutOfRangeError(f"seed must be at least 0, not {self.seed}")
-        if not self.lengths or min(map(min, self.lengths)) < 1:
-            raise OutOfRangeError("a request has at least 1 prompt and 1 generated token")
+        for prompt_len, gen_len in self.lengths or ((0, 0),):
+            if min(prompt_len, gen_len) < 1:
+                raise OutOfRangeError(
+                    "a request has at least 1 prompt and 1 generated token, not "
+                    f"{prompt_len} and {gen_len}"
+                )
 
     def times_s(self) -> Array:
         """Arrival times of all replicas' requests, ascending, [requests].
@@ -83,7 +87,7 @@ class Traffic:
         if not len(times):
             raise SpecError(
                 f"no request arrives in {self.duration_s or DURATION_S:g} s at "
-                f"{self.rate_per_s:g}/s; make the duration longer"
+                f"{self.rate_per_s:g}/s; raise --duration or --rate"
             )
         return times
 

@@ -52,7 +52,7 @@ MESH_AXES = ("tp", "ep")
 """Mesh axes that split ranks."""
 
 ROUTINGS: Mapping[str, str | None] = MappingProxyType(
-    {"uniform": None, "zipf": "alpha", "dirichlet": "c", "histogram": "file"}
+    {"uniform": None, "zipf": "alpha", "dirichlet": "c", "histogram": "file", "trace": "file"}
 )
 """Kinds of expert routing and the parameter that each needs."""
 
@@ -422,6 +422,7 @@ def load_engine(name: str) -> Engine:
             "tp_replicated",
             "gather_logits",
             "moe_dispatch",
+            "ep_replicates",
             "reserve_bytes",
             "serving",
         ),
@@ -442,6 +443,8 @@ def load_engine(name: str) -> Engine:
         optional["gather_logits"] = fields["gather_logits"].flag()
     if "moe_dispatch" in fields:
         optional["moe_dispatch"] = fields["moe_dispatch"].choice(("allreduce", "alltoall"))
+    if "ep_replicates" in fields:
+        optional["ep_replicates"] = fields["ep_replicates"].flag()
     if "reserve_bytes" in fields:
         optional["reserve_bytes"] = fields["reserve_bytes"].number()
     if "serving" in fields:

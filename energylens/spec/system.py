@@ -137,6 +137,7 @@ class Engine:
         tp_replicated: entries that tensor parallelism leaves whole on each worker.
         gather_logits: True where sharded logits are gathered on every worker.
         moe_dispatch: ``allreduce`` or ``alltoall``.
+        ep_replicates: True where all but the experts is left whole under expert parallelism.
         reserve_bytes: device memory that the engine and the CUDA context take for themselves.
         serving: how it forms steps out of requests; None where it has no scheduler.
     """
@@ -153,6 +154,7 @@ class Engine:
     tp_replicated: tuple[str, ...] = ()
     gather_logits: bool = False
     moe_dispatch: str = "allreduce"
+    ep_replicates: bool = False
     reserve_bytes: float = 0.0
     serving: Serving | None = None
     asked_version: str | None = None
@@ -296,8 +298,18 @@ class Parallelism:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """One point to evaluate."""
+    """One point to evaluate.
+
+    Attributes:
+        parallelism: degrees.
+        modes: launch mode per phase, where not the engine's own.
+        power_limit_w: of each board, the calibration's by default.
+        routing: how tokens choose experts (``zipf:1.2``), the spec's own way by default.
+        redundant_experts: experts that are held twice.
+    """
 
     parallelism: Parallelism = Parallelism()
     modes: Mapping[Phase, Mode] = field(default_factory=lambda: MappingProxyType({}))
     power_limit_w: float | None = None
+    routing: str | None = None
+    redundant_experts: int = 0

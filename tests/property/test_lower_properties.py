@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from energylens.graph import Op, count_einsum
-from energylens.lower import lower_step, memory, parameters, valid_tp
+from energylens.lower import lower, lower_step, memory, parameters, valid_tp
 from energylens.results import Infeasible, Kind
 from energylens.spec.load import list_resources, load_device, load_engine, load_spec
 from energylens.spec.model import Spec
@@ -102,7 +102,8 @@ def test_memory_of_all_workers_is_the_model_replicas_apart(case: tuple[Spec, int
     spec, tp = case
     spec = replace(spec, ranks={**spec.ranks, "v": spec.ranks["v"] * tp})  # no padding
     whole, part = (
-        memory(spec, SPLIT_ALL, Parallelism(tp=n), Workload(), H200).weights_bytes for n in (1, tp)
+        memory(lower(spec, SPLIT_ALL, Parallelism(tp=n)), Workload(), H200).weights_bytes
+        for n in (1, tp)
     )
     assert whole == parameters(spec) * 2
     r, layers = spec.ranks, next(b.repeat for b in spec.blocks if b.name == "layer")

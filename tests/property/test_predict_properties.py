@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from energylens.cost.board import board
 from energylens.cost.bundle import select
-from energylens.predict import Catalogue, predict
-from energylens.results import Anchors, BoardAnchor, Kind, Prediction
-from energylens.spec.system import Config, Mode, Parallelism, Phase, Workload
+from energylens.lower import lower
+from energylens.predict import Catalogue, machine, predict
+from energylens.results import Anchors, BoardAnchor, HostAnchor, Infeasible, Kind, Prediction
+from energylens.spec.system import Config, Mode, Parallelism, Phase, Sequences, Step, Workload
 
 CATALOGUE = Catalogue()
-HF = CATALOGUE.engine("hf")
+HF, VLLM = CATALOGUE.engine("hf"), CATALOGUE.engine("vllm")
 STEPS = (Phase.PREFILL, Phase.DECODE)
 
 specs = st.sampled_from(("llama3_2_1b", "llama3_8b", "qwen2_5_7b", "qwen3_32b", "llama3_70b"))
@@ -156,3 +157,56 @@ def test_an_anchor_relative_to_itself_is_the_typical_board(a: BoardAnchor):
     own = board(a, a, CATALOGUE.device("h200"), 1.1)
     assert (own.memory_power, own.compute_power, own.memory_time) == pytest.approx((1, 1, 1))
     assert own.idle_w == a.idle_w
+
+
+sequences = st.builds(
+    lambda count, new, before: Sequences(count=count, new=new, context=new + before),
+    count=st.integers(1, 300),
+    new=st.just(1) | st.integers(1, 700),
+    before=st.integers(0, 8000) | st.floats(0, 8000),
+)
+steps = st.lists(
+    st.builds(
+        lambda found, mode: Step(sequences=tuple(found), mode=mode),
+        st.lists(sequences, min_size=1, max_size=3),
+        st.sampled_from((Mode.SERVING, Mode.SERVING, Mode.EAGER, Mode.CUDA_GRAPH)),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(
+    spec=specs,
+    tp=st.sampled_from((1, 2, 4)),
+    asked=steps,
+    boards=st.lists(anchors, max_size=3),
+    module_us=st.none() | st.floats(1000, 5000),
+    watts=st.none() | st.floats(300, 700),
+)
+@settings(max_examples=25)
+def test_many_steps_are_priced_at_once_as_one_by_one(
+    spec: str,
+    tp: int,
+    asked: list[Step],
+    boards: list[BoardAnchor],
+    module_us: float | None,
+    watts: float | None,
+):
+    on = CATALOGUE.device("h200")
+    lowered = lower(CATALOGUE.spec(spec), VLLM, Parallelism(tp=tp))
+    assert not isinstance(lowered, Infeasible)
+    host = HostAnchor(launch_us=6.0, module_us=module_us) if module_us else None
+    priced = machine(
+        on,
+        workers=tp,
+        bundle=select(CATALOGUE.bundles(on, VLLM), "h200", "vllm"),
+        anchors=Anchors(boards=tuple(boards), host=host),
+        power_limit_w=watts,
+        link=CATALOGUE.link(on, tp),
+    )
+    latency, energy = priced.price(lowered, asked)
+    for step, latency_s, energy_j in zip(asked, latency, energy, strict=True):
+        whole = priced.step(lowered.ops(step), step.mode, frozenset())
+        assert latency_s == pytest.approx(whole.latency_s, rel=1e-9)
+        assert energy_j == pytest.approx(whole.energy_j, rel=1e-9)

@@ -1,12 +1,22 @@
 """What must hold for any step."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from energylens.graph import make_op
 from energylens.results import Cost, Source
-from energylens.schedule import Constants, Spreads, Worker, kernel_result, step
+from energylens.schedule import (
+    Constants,
+    Host,
+    Spreads,
+    Worker,
+    kernel_result,
+    step,
+    totals,
+)
+from energylens.spec.system import Mode
 
 SPREADS = Spreads(
     memory_power=0.05, compute_power=0.03, memory_time=0.01, latency=0.02, energy=0.02, cap=0.01
@@ -29,6 +39,15 @@ constants = st.builds(
     gap_s=st.floats(0.0, 2e-6),
     wait_w=st.floats(0.0, 40.0),
     spin_w=st.floats(0.0, 60.0),
+)
+hosts = st.builds(
+    lambda step_s, share, rel_se, source: Host(
+        step_s=step_s, rel_se=rel_se, source=source, serial_s=share * step_s
+    ),
+    step_s=st.floats(0.0, 0.05),
+    share=st.floats(0.0, 1.0),
+    rel_se=st.floats(0.0, 0.6),
+    source=st.sampled_from(Source),
 )
 
 
@@ -79,3 +98,31 @@ def test_two_equal_workers_take_the_time_of_one_and_twice_its_energy(mix, k, n):
     many = step(ops, priced, [own] * n, constants=k, spreads=SPREADS)
     assert np.isclose(many.latency_s, one.latency_s)
     assert np.isclose(many.energy_j, n * one.energy_j)
+
+
+@given(mixes, constants, hosts, st.sampled_from(Mode), st.floats(150.0, 700.0))
+def test_a_step_with_a_host_keeps_to_its_bounds_and_its_totals(mix, k, host, mode, cap_w):
+    ops, priced, own = build(mix, cap_w=cap_w)
+    r = step(ops, priced, [own, own], constants=k, spreads=SPREADS, host=host, mode=mode)
+    assert r.interval.latency_s[0] <= r.latency_s * (1 + 1e-12)
+    assert r.latency_s <= r.interval.latency_s[1] * (1 + 1e-12)
+    assert r.interval.energy_j[0] <= r.energy_j * (1 + 1e-12)
+    assert r.energy_j <= r.interval.energy_j[1] * (1 + 1e-12)
+    assert np.isclose(sum(p.latency_s for p in r.parts), r.latency_s)
+    assert np.isclose(sum(p.energy_j for p in r.parts), r.energy_j)
+    found = totals(ops, priced, [own, own], k, host, mode)
+    assert found == pytest.approx((r.latency_s, r.energy_j), rel=1e-12)
+    if mode is Mode.CUDA_GRAPH:
+        assert r == step(ops, priced, [own, own], constants=k, spreads=SPREADS)
+    else:
+        assert r.latency_s >= host.step_s
+        # The kernels under the same cap with a pause as long as the serial part, and that part.
+        device_s, _, _ = kernel_result(ops, priced, own, k, host.serial_s)
+        assert np.isclose(r.latency_s, max(device_s + host.serial_s, host.step_s))
+
+
+@given(mixes, constants, st.floats(0.0, 0.02), st.floats(0.0, 0.02))
+def test_a_longer_pause_never_lowers_the_clock(mix, k, one, other):
+    ops, priced, own = build(mix, cap_w=300.0)
+    clocks = [kernel_result(ops, priced, own, k, p)[2] for p in sorted((one, other))]
+    assert clocks[0] <= clocks[1] + 1e-6

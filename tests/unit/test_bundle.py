@@ -15,10 +15,10 @@ import energylens
 from energylens.cli import main
 from energylens.cost.bundle import dump_bundle, load_bundle, select
 from energylens.errors import CalibrationError
-from energylens.graph import make_op
+from energylens.graph import KERNELS, make_op
 from energylens.predict import Catalogue
 from energylens.results import Source
-from energylens.spec.load import data_dir, load_device
+from energylens.spec.load import data_dir, load_device, load_engine
 
 SHIPPED = data_dir("calibration") / "bundles" / "h200" / "torch.json"
 H200 = load_device("h200")
@@ -42,8 +42,8 @@ def shipped():
 def test_the_shipped_bundle_names_what_it_stands_for(shipped):
     assert (shipped.device, shipped.provider) == ("h200", "torch")
     assert shipped.power_limit_w == 700.0
-    assert len(shipped.boards) == 6
-    assert len({b.board_uuid for b in shipped.boards}) == 6
+    assert len(shipped.boards) == 7
+    assert len({b.board_uuid for b in shipped.boards}) == 7
     assert shipped.ref.sha256 == shipped.sha256
 
 
@@ -86,8 +86,6 @@ def test_every_calibrated_op_is_priced_as_measured(shipped):
 
 
 def _sizes(kernel: str, shape: tuple[float, ...]) -> dict[str, float]:
-    from energylens.graph import KERNELS
-
     return dict(zip(KERNELS[kernel].dims, shape, strict=True))
 
 
@@ -109,6 +107,48 @@ def test_the_hash_is_that_of_the_content_not_of_the_file(tmp_path: Path):
     path = tmp_path / "pretty.json"
     path.write_text(json.dumps({"sha256": claimed, **document}, indent=2), encoding="utf-8")
     assert load_bundle(path).sha256 == claimed
+
+
+# ---------------------------------------------------------------- vLLM's
+
+
+@pytest.fixture(scope="module")
+def vllm():
+    return load_bundle(SHIPPED.with_name("vllm.json"))
+
+
+def test_vllms_bundle_holds_its_kernels_its_hosts_and_collectives(vllm):
+    assert (vllm.device, vllm.provider) == ("h200", "vllm")
+    named = {k.kernel for k in load_engine("vllm").kernels.values()}
+    collectives = {name for name, k in KERNELS.items() if k.is_collective}
+    assert set(vllm.kernels) <= named | collectives
+    assert {n for n in named if not KERNELS[n].is_collective and "moe" not in n} <= set(
+        vllm.kernels
+    )
+    assert "vllm" in vllm.versions
+    # The boards of the torch runs that it stands on, and its own.
+    assert len(vllm.boards) > len(load_bundle(SHIPPED).boards)
+
+
+def test_vllms_host_times_are_physical(vllm):
+    assert vllm.host is not None
+    assert dict(vllm.host.launch_s) == {}
+    for steps in (vllm.host.steps[1], vllm.host.lone_steps[1]):
+        assert 0.5e-3 < steps.step_s < 20e-3
+        assert 0 <= steps.sequence_s < 1e-3
+        assert 0 <= steps.token_s < 20e-6
+        assert 0 <= steps.layer_s < 1e-3
+        assert 0 <= steps.serial_share <= 1
+    # More of the host's work hides behind the step before than behind nothing.
+    assert vllm.host.steps[1].serial_share < vllm.host.lone_steps[1].serial_share
+
+
+def test_saving_and_loading_vllms_bundle_changes_no_bit(vllm, tmp_path: Path):
+    path = tmp_path / "again.json"
+    path.write_text(dump_bundle(vllm), encoding="utf-8")
+    again = load_bundle(path)
+    assert path.read_bytes() == SHIPPED.with_name("vllm.json").read_bytes()
+    assert (again.laws, again.spread, again.host) == (vllm.laws, vllm.spread, vllm.host)
 
 
 # ---------------------------------------------------------------- damage

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from energylens.anchors import load_anchors
 from energylens.bench.calibrate import Machine, run
+from energylens.cli import main
 from energylens.errors import CalibrationError, MeterError, SpecError, UnsupportedError
 from energylens.store import Store, board_hash
 
@@ -327,8 +328,44 @@ def test_a_slice_of_a_board_is_refused(lab):
 
 
 def test_an_unknown_provider_is_refused(lab):
-    with pytest.raises(SpecError, match="unknown provider 'torchh'; known: torch"):
+    with pytest.raises(SpecError, match=r"unknown provider 'torchh'; known: torch, vllm$"):
         lab.run(provider="torchh")
+    assert main(["calibrate", "--provider", "torchh"]) == 2
+
+
+@pytest.fixture
+def installed(monkeypatch) -> set[str]:
+    """Optional libraries that are found, whatever this environment has."""
+    found = {"torch", "transformers", "vllm"}
+
+    def find_spec(name: str) -> object | None:
+        return object() if name in found else None
+
+    monkeypatch.setattr("energylens.bench.calibrate.importlib.util.find_spec", find_spec)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("provider", "there", "missing", "extra"),
+    [
+        ("vllm", {"torch", "transformers"}, "vllm", "vllm"),
+        ("vllm", set(), "torch and transformers and vllm", "vllm"),
+        ("vllm", {"vllm", "torch"}, "transformers", "gpu"),
+        ("torch", {"transformers"}, "torch", "gpu"),
+    ],
+)
+def test_a_provider_whose_library_is_missing_names_the_extra(
+    lab, installed, monkeypatch, capsys, no_debug, provider, there, missing, extra
+):
+    installed.intersection_update(there)
+    monkeypatch.setattr("energylens.bench.calibrate._nvml_meter", lambda: lab.meter)
+    out = ("--out", str(lab.out), "--plan", str(lab.plan))
+    assert main(["calibrate", "--provider", provider, *out]) == 2
+    text, err = capsys.readouterr()
+    assert text == ""
+    told = f"the {provider} provider needs {missing}; `pip install '.[{extra}]'` in the checkout"
+    assert f"energylens: error: {told}\n" in err
+    assert not lab.folder().exists()
 
 
 # ------------------------------------------------------------------- several boards

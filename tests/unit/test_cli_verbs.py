@@ -36,6 +36,8 @@ FLAGS = {
         "--bundle",
         "--without",
         "--json",
+        "--routing",
+        "--redundant-experts",
         "--rate",
         "--arrivals",
         "--lengths",

@@ -16,15 +16,19 @@ from energylens.cost.features import (
     launches_of,
     prior,
     shares,
+    step_shape,
     wave_waste,
 )
 from energylens.graph import KERNELS, Op, make_op
-from energylens.spec.load import load_device
+from energylens.lower import lower_step
+from energylens.spec.load import load_device, load_engine, load_spec
+from energylens.spec.system import Mode, Parallelism, Sequences, Step
 
 H200 = load_device("h200")
 SIZES = {
     "batch": 2, "new": 1, "context": 777.0, "q_heads": 32, "kv_heads": 8, "head_dim": 128,
     "rows": 16, "width": 4096, "m": 16, "n": 4096, "k": 4096, "values": 65536, "workers": 4,
+    "tokens": 4, "topk": 4, "experts": 64, "active": 14, "largest": 3, "hidden": 768,
 }  # fmt: skip
 
 
@@ -151,3 +155,45 @@ def test_one_more_token_never_costs_less(kernel: str, tokens: int):
     assert more.latency_s >= less.latency_s
     assert more.energy_j >= less.energy_j * (1 - 1e-12)
     assert math.isfinite(more.energy_j)
+
+
+# ---------------------------------------------------------------- the shape of a step
+
+
+def attention(batch: int, new: int, context: float, layers: int) -> Op:
+    return make_op(
+        "vllm_attention_decode" if new == 1 else "vllm_attention_prefill", count=layers,
+        batch=batch, new=new, context=context, q_heads=32, kv_heads=8, head_dim=128,
+    )  # fmt: skip
+
+
+def test_the_shape_of_a_step_is_read_off_its_attention():
+    gemm = make_op("gemm", m=999, n=64, k=64, count=99)
+    shape = step_shape([gemm, attention(3, 1, 90.5, 32), attention(2, 100, 100, 32)])
+    assert (shape.sequences, shape.tokens, shape.layers) == (5, 203, 32)
+
+
+@pytest.mark.parametrize(("tokens", "captured"), [(1, True), (512, True), (513, False)])
+def test_a_step_of_up_to_512_tokens_is_captured(tokens: int, captured: bool):
+    assert step_shape([attention(tokens, 1, 100, 2)]).is_captured is captured
+    assert step_shape([attention(1, tokens, tokens, 2)]).is_captured is captured
+
+
+def test_a_step_without_attention_has_no_shape():
+    shape = step_shape([make_op("gemm", m=1, n=64, k=64)])
+    assert (shape.sequences, shape.tokens, shape.layers) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("engine", ["vllm", "hf"])
+def test_the_shape_of_a_lowered_step_is_that_of_the_step(engine: str, tp: int):
+    sequences = (
+        Sequences(count=17, new=1, context=300.5),
+        Sequences(count=2, new=64, context=64),
+        Sequences(count=1, new=300, context=900),
+    )
+    step = Step(sequences=sequences, mode=Mode.SERVING if engine == "vllm" else Mode.EAGER)
+    ops = lower_step(load_spec("llama3_8b"), load_engine(engine), Parallelism(tp=tp), step)
+    shape = step_shape(ops)
+    # Padding to a captured size does not count: there are 17 + 128 + 300 new tokens.
+    assert (shape.sequences, shape.tokens, shape.layers) == (20, 445, 32)

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from energylens.errors import UnsupportedError
-from energylens.lower import memory, parameters
+from energylens.lower import lower, memory, parameters
 from energylens.results import Memory
 from energylens.spec.load import load_device, load_engine, load_spec
 from energylens.spec.model import Block, Precision, Spec
@@ -23,7 +22,7 @@ def make_llama(**ranks: int) -> Spec:
 
 
 def held(spec: Spec, tp: int = 1, workload: Workload | None = None) -> Memory:
-    return memory(spec, HF, Parallelism(tp=tp), workload or Workload(), H200)
+    return memory(lower(spec, HF, Parallelism(tp=tp)), workload or Workload(), H200)
 
 
 def cache_per_token(spec: Spec, tp: int = 1) -> float:
@@ -115,7 +114,7 @@ def test_activations_are_those_of_the_launch_modes_meant() -> None:
     # A captured decode repeats the KV heads of a long cache; an eager one attends to it in place.
     work = Workload(batch=64, prompt_len=1, gen_len=4096)
     modes = ({Phase.DECODE: mode} for mode in (Mode.EAGER, Mode.CUDA_GRAPH))
-    eager, captured = (memory(LLAMA, HF, Parallelism(), work, H200, m) for m in modes)
+    eager, captured = (memory(lower(LLAMA, HF, Parallelism()), work, H200, m) for m in modes)
     assert captured.activations_bytes > eager.activations_bytes
     assert eager == held(LLAMA, workload=work)
 
@@ -126,8 +125,3 @@ def test_a_batch_of_70b_fits_two_h200_but_not_one() -> None:
     assert held(spec, tp=2, workload=batch).fits
     assert held(spec, tp=2).reserve_bytes == HF.reserve_bytes
     assert held(spec, tp=2).capacity_bytes == H200.memory_bytes
-
-
-def test_memory_of_a_configuration_that_cannot_run_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="tp=3 does not divide"):
-        held(LLAMA, tp=3)

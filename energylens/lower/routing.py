@@ -1,0 +1,359 @@
+"""Which experts tokens choose, and what that loads on each worker.
+
+A routing is the popularity of each expert. Of it follow, for a step of ``T`` tokens that choose
+``k`` experts each, without replacement,
+
+* the probability ``q`` that a token chooses an expert: successive sampling by popularity ``p``
+  takes the experts whose exponential clocks of rate ``p`` ring first, so ``q = 1 - exp(-p tau)``
+  with ``tau`` such that the ``q`` add up to ``k``; for equal popularity that is ``k / E`` exactly;
+* distinct experts that any token chose: the sum of ``1 - (1 - q)**T``;
+* pairs on a worker: normal with mean ``T sum(q)`` over its experts, and the expected maximum over
+  the workers is what a step waits for;
+* rows of the fullest expert: the expected maximum of as many nearly normal counts.
+
+A trace knows more than popularity: which tokens come together. Its loads are counted over windows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from energylens.errors import SpecError
+
+Array = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+DRAWS = 8  # Dirichlet popularities that are averaged over: every layer has its own
+WINDOWS = 32  # of a trace
+_GRID = np.linspace(-9.0, 9.0, 181)  # standard deviations around the largest mean
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLoad:
+    """Expected load of one worker in one layer.
+
+    Attributes:
+        experts: that it holds.
+        rows: (token, expert) pairs among them; active: those with any; largest: rows of the
+            fullest.
+    """
+
+    experts: int
+    rows: float
+    active: float
+    largest: float
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """How tokens are spread over the experts of a model.
+
+    Attributes:
+        name: as it is written on a command line, e.g. ``zipf:1.2``.
+        popularity: of each expert, adding up to 1, [draws, experts].
+        trace: ids of the experts that consecutive tokens chose, [tokens, topk], or None.
+    """
+
+    name: str
+    popularity: Array
+    trace: IntArray | None = None
+
+    @property
+    def experts(self) -> int:
+        """Experts of a layer."""
+        return int(self.popularity.shape[1])
+
+
+def make_routing(
+    annotation: Mapping[str, Any] | str, experts: int, topk: int, seed: int = 0
+) -> Routing:
+    """A routing from a spec's annotation, or from ``kind[:parameter]`` as on a command line.
+
+    Kinds: ``uniform``; ``zipf:alpha``; ``dirichlet:c``; ``histogram:FILE`` with one number of
+    tokens per expert a line (several columns: one for each layer); ``trace:FILE`` with the ids of
+    one token's experts a line.
+
+    Args:
+        annotation: what was asked for.
+        experts: of a layer.
+        topk: experts of a token.
+        seed: of everything that is drawn: popularities, and which worker holds which expert.
+
+    Raises:
+        SpecError: unknown kind, a parameter that cannot be, or a file that does not fit the model.
+    """
+    if isinstance(annotation, str):
+        kind, _, parameter = annotation.partition(":")
+    else:
+        kind = str(annotation["kind"])
+        parameter = str(next((v for k, v in annotation.items() if k != "kind"), ""))
+    name = f"{kind}:{parameter}" if parameter else kind
+    rng = np.random.default_rng(seed)
+    if kind == "uniform":
+        if parameter:
+            raise SpecError(f"routing {name!r}: uniform has no parameter")
+        popularity = np.full((1, experts), 1.0 / experts)
+    elif kind == "zipf":
+        ranks = np.arange(1, experts + 1, dtype=np.float64)
+        weights = ranks ** -_number(name, parameter)
+        popularity = rng.permutation(weights / weights.sum())[None, :]
+    elif kind == "dirichlet":
+        popularity = rng.dirichlet(np.full(experts, _number(name, parameter)), size=DRAWS)
+    elif kind == "histogram":
+        popularity = _histogram(Path(parameter), experts)
+    elif kind == "trace":
+        trace = _trace(Path(parameter), experts, topk)
+        counts = np.bincount(trace.ravel(), minlength=experts).astype(np.float64)
+        return Routing(name, (counts / counts.sum())[None, :], trace)
+    else:
+        raise SpecError(
+            f"unknown routing {name!r}; allowed: uniform, zipf:ALPHA, dirichlet:C, histogram:FILE, "
+            "trace:FILE"
+        )
+    return Routing(name, popularity)
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise SpecError(f"routing {name!r}: found {text or 'nothing'!r}; allowed: a number above 0")
+    return value
+
+
+def _rows(path: Path) -> list[tuple[int, list[float]]]:
+    """Line number and numbers of each line that holds any."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path}: cannot be read as text ({error})") from None
+    rows = []
+    for number, line in enumerate(lines, 1):
+        text = line.partition("#")[0].replace(",", " ").split()
+        try:
+            values = [float(word) for word in text]
+        except ValueError:
+            raise SpecError(f"{path}:{number}: found {line.strip()!r}; allowed: numbers") from None
+        if values:
+            rows.append((number, values))
+    return rows
+
+
+def _histogram(path: Path, experts: int) -> Array:
+    rows = _rows(path)
+    if len(rows) != experts:
+        raise SpecError(
+            f"{path}: {len(rows)} lines with numbers, and the model has {experts} experts"
+        )
+    width = len(rows[0][1])
+    for number, values in rows:
+        if len(values) != width:
+            raise SpecError(
+                f"{path}:{number}: {len(values)} columns, and the first line has {width}"
+            )
+        if min(values) < 0 or not all(map(math.isfinite, values)):
+            raise SpecError(f"{path}:{number}: found {min(values):g}; allowed: numbers from 0 on")
+    counts = np.array([values for _, values in rows]).T
+    if (counts.sum(axis=1) <= 0).any():
+        raise SpecError(f"{path}: a column without any token")
+    return np.asarray(counts / counts.sum(axis=1, keepdims=True))
+
+
+def _trace(path: Path, experts: int, topk: int) -> IntArray:
+    rows = _rows(path)
+    if not rows:
+        raise SpecError(f"{path}: no token; one line of {topk} expert ids for each")
+    for number, values in rows:
+        ids = [int(v) for v in values]
+        if len(ids) != topk or len(set(ids)) != topk or ids != values:
+            raise SpecError(f"{path}:{number}: a token needs {topk} different expert ids")
+        if min(ids) < 0 or max(ids) >= experts:
+            raise SpecError(
+                f"{path}:{number}: expert id {max(ids) if max(ids) >= experts else min(ids)}; "
+                f"allowed: 0 to {experts - 1}"
+            )
+    return np.array([values for _, values in rows], dtype=np.int64)
+
+
+def inclusion(popularity: Array, topk: int) -> Array:
+    """Probability that a token chooses each expert, [experts]; they add up to ``topk``."""
+    experts = len(popularity)
+    if topk >= experts:
+        return np.ones(experts)
+    chosen = popularity > 0
+    if topk >= chosen.sum():
+        return chosen.astype(np.float64)
+    low, high = 0.0, 1.0
+    while (1.0 - np.exp(-popularity * high)).sum() < topk:
+        high *= 2.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (
+            (middle, high) if (1.0 - np.exp(-popularity * middle)).sum() < topk else (low, middle)
+        )
+    return np.asarray(1.0 - np.exp(-popularity * high))
+
+
+def placement(experts: int, workers: int, seed: int = 0) -> list[IntArray]:
+    """Experts of each worker: as even as they divide, and by lot, as popularity has no order."""
+    order = np.random.default_rng(seed).permutation(experts)
+    return list(np.array_split(order, workers))
+
+
+@lru_cache(maxsize=4096)
+def worker_loads(
+    routing: Routing, topk: int, tokens: int, workers: int, redundant: int = 0
+) -> tuple[WorkerLoad, ...]:
+    """Expected loads of the workers of an expert-parallel group in one layer, the fullest first.
+
+    Args:
+        routing: popularity of the experts.
+        topk: experts of a token.
+        tokens: of the step.
+        workers: over which whole experts are spread; 1: one worker has them all.
+        redundant: experts that are held twice, the most popular ones, their tokens shared.
+    """
+    if routing.trace is not None and tokens <= len(routing.trace):
+        counts = _window_counts(routing.trace, tokens, routing.experts)
+        return _counted(_doubled(counts, redundant), workers)
+    per_draw = []
+    for popularity in routing.popularity:
+        q = _doubled(inclusion(popularity, topk)[None, :], redundant)[0]
+        per_draw.append(_expected(q, tokens, workers))
+    return tuple(
+        WorkerLoad(
+            experts=loads[0].experts,
+            rows=float(np.mean([w.rows for w in loads])),
+            active=float(np.mean([w.active for w in loads])),
+            largest=float(np.mean([w.largest for w in loads])),
+        )
+        for loads in zip(*per_draw, strict=True)
+    )
+
+
+def _doubled(values: Array, redundant: int) -> Array:
+    """Share the largest columns of [draws, experts] between themselves and a copy each."""
+    if not redundant:
+        return values
+    hottest = np.argsort(-values.mean(axis=0), kind="stable")[:redundant]
+    out = values.copy()
+    out[:, hottest] /= 2
+    return np.concatenate((out, out[:, hottest]), axis=1)
+
+
+def _expected(q: Array, tokens: int, workers: int) -> tuple[WorkerLoad, ...]:
+    """Loads by the closed forms of the module, from the probability of each expert."""
+    held = placement(len(q), workers)
+    means = tokens * np.array([q[own].sum() for own in held])
+    order = np.argsort(-means, kind="stable")
+    rows = means[order]
+    if workers > 1:
+        # A worker's pairs of one token vary as draws without replacement do; over workers they add
+        # up to a constant, which the share of the others takes into account.
+        total = q.sum()
+        variances = np.array([(q[own] * (1 - q[own])).sum() for own in held])
+        variances *= tokens * np.array([1 - q[own].sum() / total for own in held])
+        most = min(_expected_maximum(means, variances), float(tokens * len(held[order[0]])))
+        most = max(most, float(rows[0]))
+        rest = rows[1:].sum()
+        rows = np.concatenate(
+            ([most], rows[1:] * (means.sum() - most) / rest if rest else rows[1:])
+        )
+    # The fullest worker is so for the tokens that it got: as if there had been more of them.
+    return tuple(
+        _one(q[held[i]], float(r), tokens * float(r) / means[i] if means[i] else 0.0, tokens)
+        for i, r in zip(order, rows, strict=True)
+    )
+
+
+def _one(q: Array, rows: float, as_many: float, tokens: int) -> WorkerLoad:
+    """Load of a worker whose ``rows`` are those that ``as_many`` tokens bring on average."""
+    active = float((1 - (1 - q) ** as_many).sum())
+    # Half a row between whole counts and the normal curve through them.
+    fullest = _expected_maximum(as_many * q, as_many * q * (1 - q)) + 0.5
+    return WorkerLoad(
+        experts=len(q),
+        rows=rows,
+        active=active,
+        largest=min(max(fullest, rows / active if active else 0.0), float(tokens), max(rows, 0.0)),
+    )
+
+
+def _expected_maximum(means: Array, variances: Array) -> float:
+    """Expected maximum of independent normal values, by quadrature; of equal ones, exactly them."""
+    widest = math.sqrt(float(variances.max(initial=0.0)))
+    if widest == 0.0:
+        return float(means.max())
+    at = means.max() + widest * _GRID
+    sd = np.sqrt(np.maximum(variances, 1e-12 * widest**2))
+    z = (at[:, None] - means[None, :]) / sd[None, :]
+    below = np.exp(np.log(np.maximum(_normal_cdf(z), 1e-300)).sum(axis=1))
+    step = at[1] - at[0]
+    return float(at[-1] - step * (below[:-1] + below[1:]).sum() / 2)
+
+
+def _normal_cdf(z: Array) -> Array:
+    """Standard normal distribution by a rational approximation (Abramowitz & Stegun 26.2.17)."""
+    t = 1.0 / (1.0 + 0.2316419 * np.abs(z))
+    tail = (
+        np.exp(-(z**2) / 2)
+        / math.sqrt(2 * math.pi)
+        * t
+        * (
+            0.319381530
+            + t * (-0.356563782 + t * (1.781477937 + t * (-1.821255978 + t * 1.330274429)))
+        )
+    )
+    return np.where(z > 0, 1.0 - tail, tail)
+
+
+def _window_counts(trace: IntArray, tokens: int, experts: int) -> Array:
+    """Rows of each expert in windows of consecutive tokens, [windows, experts]."""
+    starts = np.unique(np.linspace(0, len(trace) - tokens, WINDOWS).astype(int))
+    return np.array(
+        [np.bincount(trace[s : s + tokens].ravel(), minlength=experts) for s in starts],
+        dtype=np.float64,
+    )
+
+
+def _counted(counts: Array, workers: int) -> tuple[WorkerLoad, ...]:
+    """Mean loads over counted windows, the workers sorted in each of them."""
+    held = placement(counts.shape[1], workers)
+    rows = np.array([counts[:, own].sum(axis=1) for own in held]).T  # [windows, workers]
+    active = np.array([(counts[:, own] > 0).sum(axis=1) for own in held]).T
+    largest = np.array([counts[:, own].max(axis=1) for own in held]).T
+    order = np.argsort(-rows, axis=1, kind="stable")
+    sizes = np.array([len(own) for own in held])
+    return tuple(
+        WorkerLoad(
+            experts=int(sizes[order[:, i]].max()),
+            rows=float(np.take_along_axis(rows, order[:, i : i + 1], 1).mean()),
+            active=float(np.take_along_axis(active, order[:, i : i + 1], 1).mean()),
+            largest=float(np.take_along_axis(largest, order[:, i : i + 1], 1).mean()),
+        )
+        for i in range(workers)
+    )
+
+
+def sampled_loads(
+    routing: Routing, topk: int, tokens: int, workers: int, *, draws: int, rng: np.random.Generator
+) -> tuple[WorkerLoad, ...]:
+    """`worker_loads` by drawing the experts of every token, the slow and obvious way."""
+    counts = []
+    for i in range(draws):
+        popularity = routing.popularity[i % len(routing.popularity)]
+        with np.errstate(divide="ignore"):
+            keys = np.log(popularity) + rng.gumbel(size=(tokens, routing.experts))
+        chosen = np.argpartition(-keys, topk - 1, axis=1)[:, :topk]
+        counts.append(np.bincount(chosen.ravel(), minlength=routing.experts))
+    return _counted(np.array(counts, dtype=np.float64), workers)

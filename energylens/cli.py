@@ -542,15 +542,17 @@ def _fit(
     """Fit the samples of ``folders``, write the bundle, and say how good it is."""
     from energylens.cost.bundle import dump_bundle, load_bundle
     from energylens.files import write_atomically
-    from energylens.fit import fit_bundle, load_published
+    from energylens.fit import fit_bundle, load_one_shot, load_published
     from energylens.spec.load import data_dir
 
-    table = data_dir("calibration") / "published" / "nccl_latency.csv"
+    folder = data_dir("calibration") / "published"
+    table, one_shot = folder / "nccl_latency.csv", folder / "one_shot_all_reduce.csv"
     bundle, quality = fit_bundle(
         folders,
         device=device,
         provider=provider,
         published=load_published(table, device.name) if table.exists() else None,
+        one_shot=load_one_shot(one_shot) if provider == "vllm" else None,
     )
     write_atomically(bundle_file, dump_bundle(bundle))
     steps = [

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,9 @@ from energylens.results import BoardAnchor, HostAnchor
 from energylens.spec.load import list_resources, load_engine
 from energylens.spec.system import Device, Mode
 from energylens.store import Provenance, Sample, Store, check_power_limits
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Array = NDArray[np.float64]
 
@@ -105,6 +108,7 @@ def fit_bundle(
     device: Device,
     provider: str,
     published: Published | None = None,
+    one_shot: Published | None = None,
     version: str | None = None,
 ) -> tuple[Bundle, FitReport]:
     """Fit everything that the samples of ``folders`` allow.
@@ -115,6 +119,7 @@ def fit_bundle(
         device: its datasheet.
         provider: whose kernels ran.
         published: collective latencies over worker counts, to be carried in the bundle.
+        one_shot: latencies of an all-reduce by one kernel, likewise.
         version: of the bundle; by default the date of its newest run, so that fitting the same
             samples again gives the same bundle.
 
@@ -147,6 +152,7 @@ def fit_bundle(
         laws=laws,
         host=_fit_host(data, models, laws),
         published=published,
+        one_shot=one_shot,
         versions=_merged_versions(data.runs),
     )
     fits = tuple(_held_out(m, data.ops[k]) for k, m in models.items())
@@ -336,13 +342,24 @@ def load_published(path: Path, device: str) -> Published | None:
     complete = table.groupby("nccl_version")["workers"].nunique()
     best = complete[complete == complete.max()].index
     newest = max(best, key=lambda v: tuple(map(int, v.split("."))))
-    wide = (
-        table[table["nccl_version"] == newest]
-        .pivot_table(
-            index=["collective", "workers"], columns="values", values="latency_s", aggfunc="median"
-        )
-        .dropna(axis=1)
-    )
+    return _published(table[table["nccl_version"] == newest])
+
+
+def load_one_shot(path: Path) -> Published:
+    """Published latencies of an all-reduce by one kernel over NVLink.
+
+    Args:
+        path: CSV with the columns device, collective, workers, values, latency_s.
+    """
+    import pandas as pd
+
+    return _published(pd.read_csv(path))
+
+
+def _published(table: pd.DataFrame) -> Published:
+    wide = table.pivot_table(
+        index=["collective", "workers"], columns="values", values="latency_s", aggfunc="median"
+    ).dropna(axis=1)
     return Published(
         workers=tuple(int(n) for n in sorted(set(wide.index.get_level_values("workers")))),
         values=tuple(float(v) for v in wide.columns),

@@ -144,6 +144,7 @@ class Bundle:
     laws: Laws
     host: HostLaw | None = None
     published: Published | None = None
+    one_shot: Published | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
     sha256: str = ""
@@ -164,6 +165,7 @@ class Bundle:
             compute_stretch=self.laws.compute_stretch,
             link=link,
             published=self.published,
+            one_shot=self.one_shot,
         )
 
 
@@ -249,19 +251,32 @@ def _content(bundle: Bundle) -> dict[str, Any]:
             "steps": {str(k): asdict(v) for k, v in bundle.host.steps.items()},
             "lone_steps": {str(k): asdict(v) for k, v in bundle.host.lone_steps.items()},
         },
-        "published": None
-        if bundle.published is None
-        else {
-            "workers": list(bundle.published.workers),
-            "values": list(bundle.published.values),
-            "latency_s": {
-                k: [_numbers(r) for r in v] for k, v in bundle.published.latency_s.items()
-            },
-        },
+        "published": _published_to_json(bundle.published),
+        "one_shot": _published_to_json(bundle.one_shot),
         "versions": dict(bundle.versions),
         "facts": dict(bundle.facts),
         "kernels": {name: _kernel_to_json(k) for name, k in sorted(bundle.kernels.items())},
     }
+
+
+def _published_to_json(table: Published | None) -> dict[str, Any] | None:
+    if table is None:
+        return None
+    return {
+        "workers": list(table.workers),
+        "values": list(table.values),
+        "latency_s": {k: [_numbers(r) for r in v] for k, v in table.latency_s.items()},
+    }
+
+
+def _published_from_json(d: Mapping[str, Any] | None) -> Published | None:
+    if d is None:
+        return None
+    return Published(
+        workers=tuple(d["workers"]),
+        values=tuple(d["values"]),
+        latency_s={k: np.array(v, dtype=np.float64) for k, v in d["latency_s"].items()},
+    )
 
 
 def _digest(content: Mapping[str, Any]) -> str:
@@ -313,7 +328,7 @@ def load_bundle(path: Path) -> Bundle:
 
 
 def _parse(d: Mapping[str, Any], sha256: str) -> Bundle:
-    host, published = d["host"], d["published"]
+    host = d["host"]
     return Bundle(
         device=d["device"],
         provider=d["provider"],
@@ -333,13 +348,8 @@ def _parse(d: Mapping[str, Any], sha256: str) -> Bundle:
             steps={int(k): StepHost(**v) for k, v in host["steps"].items()},
             lone_steps={int(k): StepHost(**v) for k, v in host["lone_steps"].items()},
         ),
-        published=None
-        if published is None
-        else Published(
-            workers=tuple(published["workers"]),
-            values=tuple(published["values"]),
-            latency_s={k: np.array(v, dtype=np.float64) for k, v in published["latency_s"].items()},
-        ),
+        published=_published_from_json(d["published"]),
+        one_shot=_published_from_json(d["one_shot"]),
         versions=d["versions"],
         facts=d["facts"],
         kernels={name: _kernel_from_json(name, k) for name, k in d["kernels"].items()},

@@ -31,6 +31,8 @@ PUBLISHED_WORKERS_REL_SE, UNKNOWN_WORKERS_REL_SE = (0.15, 0.25), (0.5, 0.5)
 STAND_IN: Mapping[str, str] = {"vllm_all_reduce": "all_reduce"}
 """Kernel -> the one that it is priced as where it was not calibrated itself."""
 STAND_IN_REL_SE = 0.3
+HANDOVER_BYTES = 8 * 2**20
+"""Largest message of vLLM's own all-reduce; larger ones are NCCL's."""
 
 
 class AbstractCostModel(abc.ABC):
@@ -144,16 +146,6 @@ def _rel_se(sd: float, held_out: float, source: Source) -> float:
     return float(sd) if source is Source.MEASURED else max(float(sd), held_out)
 
 
-def _stood_in(cost: Cost) -> Cost:
-    """The cost of another implementation of the same, which is what it is known by."""
-    return replace(
-        cost,
-        latency_rel_se=math.hypot(cost.latency_rel_se, STAND_IN_REL_SE),
-        energy_rel_se=math.hypot(cost.energy_rel_se, STAND_IN_REL_SE),
-        source=max(cost.source, Source.TRANSFERRED),
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
     """Published collective latencies: how time depends on the number of workers.
@@ -170,15 +162,15 @@ class Published:
 
     def ratio(self, kernel: str, values: float, workers: int, reference: int) -> float:
         """Time with ``workers`` over time with ``reference``, log-log interpolated in the size."""
-        table = self.latency_s[kernel]
+        return self.seconds(kernel, values, workers) / self.seconds(kernel, values, reference)
 
-        def log_time(n: int) -> float:
-            by_count = [
-                np.interp(math.log(values), np.log(self.values), np.log(row)) for row in table
-            ]
-            return float(np.interp(math.log(n), np.log(self.workers), by_count))
-
-        return math.exp(log_time(workers) - log_time(reference))
+    def seconds(self, kernel: str, values: float, workers: int) -> float:
+        """Latency, log-log interpolated in the size and in the number of workers."""
+        by_count = [
+            np.interp(math.log(values), np.log(self.values), np.log(row))
+            for row in self.latency_s[kernel]
+        ]
+        return math.exp(float(np.interp(math.log(workers), np.log(self.workers), by_count)))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -191,6 +183,7 @@ class CostModelSet(AbstractCostModel):
         compute_scale, compute_stretch: from the mixes; see `energylens.cost.bundle.Laws`.
         link: interconnect, for collectives without a calibration.
         published: worker dependence of the collectives beyond those measured.
+        one_shot: published latencies of an all-reduce by one kernel, which stand for vLLM's own.
     """
 
     device: Device
@@ -199,6 +192,7 @@ class CostModelSet(AbstractCostModel):
     compute_stretch: float = 0.0
     link: Link | None = None
     published: Published | None = None
+    one_shot: Published | None = None
 
     def costs(self, ops: Sequence[Op]) -> list[Cost]:
         """See `AbstractCostModel.costs`."""
@@ -218,12 +212,33 @@ class CostModelSet(AbstractCostModel):
         other = STAND_IN.get(ops[0].kernel, "")
         if model is None and other in self.kernels:
             costs = self._group_costs([replace(op, kernel=other) for op in ops])
-            return [_stood_in(cost) for cost in costs]
+            return [self._stood_in(op, cost) for op, cost in zip(ops, costs, strict=True)]
         if model is None or ops[0].dtype not in model.dtypes:
             return [roofline(op, self.device, self.link) for op in ops]
         if not ops[0].type.is_collective:
             return self._own(model, ops)
         return [self._collective(model, op) for op in ops]
+
+    def _stood_in(self, op: Op, cost: Cost) -> Cost:
+        """The cost of vLLM's own all-reduce from that of NCCL's, which it is where it hands over."""
+        if op.bytes_read > HANDOVER_BYTES:
+            return cost
+        ratio, table = 1.0, self.one_shot
+        if table is not None:
+            # Beyond the largest published size, as much faster as there.
+            largest = min(op.shape[0], table.values[-1])
+            workers = int(op.sizes["workers"])
+            at_largest = cost.latency_s * largest / op.shape[0] if largest < op.shape[0] else None
+            published = table.seconds("all_reduce", largest, workers)
+            ratio = min(1.0, published / (at_largest or cost.latency_s))
+        return replace(
+            cost,
+            latency_s=cost.latency_s * ratio,
+            energy_j=cost.energy_j * ratio,
+            latency_rel_se=math.hypot(cost.latency_rel_se, STAND_IN_REL_SE),
+            energy_rel_se=math.hypot(cost.energy_rel_se, STAND_IN_REL_SE),
+            source=max(cost.source, Source.TRANSFERRED),
+        )
 
     def _collective(self, model: KernelModel, op: Op) -> Cost:
         """Measured worker counts directly; others by the published dependence on the count."""

@@ -258,29 +258,29 @@ def _expected(q: Array, tokens: int, workers: int) -> tuple[WorkerLoad, ...]:
     order = np.argsort(-means, kind="stable")
     rows = means[order]
     if workers > 1:
-        # A worker's pairs of one token vary as draws without replacement do; over workers they add
-        # up to a constant, which the share of the others takes into account.
-        total = q.sum()
-        variances = np.array([(q[own] * (1 - q[own])).sum() for own in held])
-        variances *= tokens * np.array([1 - q[own].sum() / total for own in held])
+        # Workers' pairs add up to a constant: equal ones vary as independent values do around the
+        # mean of these, so that their maximum exceeds the mean by what that of independent ones
+        # does.
+        variances = tokens * np.array([(q[own] * (1 - q[own])).sum() for own in held])
         most = min(_expected_maximum(means, variances), float(tokens * len(held[order[0]])))
         most = max(most, float(rows[0]))
         rest = rows[1:].sum()
         rows = np.concatenate(
             ([most], rows[1:] * (means.sum() - most) / rest if rest else rows[1:])
         )
-    # The fullest worker is so for the tokens that it got: as if there had been more of them.
+    # The fullest worker is so for what tokens chose: as if they had chosen its experts more often.
     return tuple(
-        _one(q[held[i]], float(r), tokens * float(r) / means[i] if means[i] else 0.0, tokens)
+        _one(q[held[i]] * (float(r) / means[i] if means[i] else 0.0), float(r), tokens)
         for i, r in zip(order, rows, strict=True)
     )
 
 
-def _one(q: Array, rows: float, as_many: float, tokens: int) -> WorkerLoad:
-    """Load of a worker whose ``rows`` are those that ``as_many`` tokens bring on average."""
-    active = float((1 - (1 - q) ** as_many).sum())
+def _one(q: Array, rows: float, tokens: int) -> WorkerLoad:
+    """Load of a worker with ``rows`` pairs, whose experts a token chooses with probability ``q``."""
+    q = np.minimum(q, 1.0)
+    active = float((1 - (1 - q) ** tokens).sum())
     # Half a row between whole counts and the normal curve through them.
-    fullest = _expected_maximum(as_many * q, as_many * q * (1 - q)) + 0.5
+    fullest = _expected_maximum(tokens * q, tokens * q * (1 - q)) + 0.5
     return WorkerLoad(
         experts=len(q),
         rows=rows,

@@ -343,7 +343,7 @@ def predict(
     bundle = select(bundles, device.name, engine.provider)
     priced = machine(
         device,
-        workers=parallelism.tp,
+        workers=parallelism.workers,
         bundle=bundle,
         anchors=anchors,
         power_limit_w=config.power_limit_w,
@@ -390,7 +390,7 @@ def _notes(
     priced: Machine,
 ) -> tuple[str, ...]:
     notes = []
-    workers = parallelism.tp
+    workers = parallelism.workers
     if bundle is None:
         notes.append(
             f"no calibration of {device.name} for the {engine.provider} provider: datasheet "
@@ -461,7 +461,7 @@ class _Run:
         else:
             mode = self._mode(phase)
             step = Step.decode(self.workload.batch, self.workload.decode_context, mode)
-        loads = experts.loads(engine, step)
+        loads = experts.loads(engine, step.share(experts.dp))
         rows = sum(w.rows for w in loads)
         touched = sum(w.active for w in loads)
         held = experts.routing.experts
@@ -482,7 +482,7 @@ class _Run:
         serving = self.lowered.engine.serving
         if mode is not Mode.SERVING or serving is None:
             return (whole,)
-        return chunked(whole, serving.offline_batch_tokens)
+        return chunked(whole, serving.offline_batch_tokens * self.lowered.sharding.dp)
 
     @cached_property
     def _prefill(self) -> tuple[tuple[float, StepResult], ...]:

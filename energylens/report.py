@@ -613,7 +613,7 @@ def _source_line(p: Prediction | ServingResult) -> str:
 
 def _boards(p: Prediction | ServingResult) -> str:
     """Which boards and which host the numbers are for."""
-    workers, given = p.parallelism.tp, p.anchors.boards if p.anchors and p.bundles else ()
+    workers, given = p.parallelism.workers, p.anchors.boards if p.anchors and p.bundles else ()
     used = given[:workers]
     if not used:
         boards = "typical boards" if workers > 1 else "a typical board"

@@ -220,7 +220,7 @@ class CostModelSet(AbstractCostModel):
         return [self._collective(model, op) for op in ops]
 
     def _stood_in(self, op: Op, cost: Cost) -> Cost:
-        """The cost of vLLM's own all-reduce from that of NCCL's, which it is where it hands over."""
+        """The cost of vLLM's own all-reduce from that of NCCL's, to which it hands over."""
         if op.bytes_read > HANDOVER_BYTES:
             return cost
         ratio, table = 1.0, self.one_shot

@@ -43,7 +43,7 @@ class Lowered:
         """The ops that one worker executes in ``step``; a step without sequences has none.
 
         Args:
-            step: sequences and launch mode.
+            step: sequences of all workers, and launch mode.
             worker: which one, where experts make a difference: the first has the most to do.
 
         Raises:
@@ -51,12 +51,13 @@ class Lowered:
         """
         if not step.sequences:
             return ()
-        return tuple(op for item in self.items for op in item.ops(self.engine, step, worker))
+        own = step.share(self.sharding.dp)
+        return tuple(op for item in self.items for op in item.ops(self.engine, own, worker))
 
     def by_worker(self, step: Step) -> tuple[tuple[Op, ...], ...]:
         """The ops of each worker, the fullest first; one entry where all do the same."""
-        groups = self.sharding.tp if self.sharding.ep > 1 else 1
-        return tuple(self.ops(step, worker) for worker in range(groups))
+        s = self.sharding
+        return tuple(self.ops(step, w) for w in range(s.tp * s.dp if s.ep > 1 else 1))
 
     @property
     def experts(self) -> Experts | None:
@@ -112,6 +113,10 @@ def lower(
     sharding = shard(spec, parallelism, experts_only=engine.ep_replicates)
     if isinstance(sharding, Infeasible):
         return sharding
+    if sharding.dp > 1 and not engine.dp_dispatch:
+        return Infeasible(
+            reason=f"engine {engine.name} has no attention data parallelism; use tp, or dp=1"
+        )
     items = _Lowering(spec, engine, sharding, _routing(spec, routing), redundant_experts).run()
     return Lowered(spec=spec, engine=engine, sharding=sharding, items=items)
 
@@ -247,6 +252,7 @@ class Experts:
         routing, topk: how tokens choose.
         ways: workers over which whole experts are spread.
         redundant: experts that are held twice.
+        workers, dp: that the experts are spread over or sliced between; parts of the batch.
         width, hidden: of a token, and of one expert's slice on a worker.
     """
 
@@ -258,20 +264,23 @@ class Experts:
     topk: int
     ways: int
     redundant: int
+    workers: int
+    dp: int
     width: int
     hidden: int
 
     def loads(self, engine: Engine, step: Step) -> tuple[WorkerLoad, ...]:
-        """Expected load of each group of workers, the fullest first."""
-        tokens = _padded_tokens(engine, step)
+        """Expected load of each group of workers in their ``step``, the fullest first."""
+        tokens = self.dp * _padded_tokens(engine, step)
         return worker_loads(self.routing, self.topk, tokens, self.ways, self.redundant)
 
     def ops(self, engine: Engine, step: Step, worker: int) -> Iterator[Op]:
-        """One kernel with the worker's load."""
+        """One kernel with the worker's load, between the collectives of data parallelism."""
         loads = self.loads(engine, step)
         load = loads[worker % len(loads)]
-        sizes = {
-            "tokens": _padded_tokens(engine, step),
+        tokens = self.dp * _padded_tokens(engine, step)
+        sizes: dict[str, float] = {
+            "tokens": tokens,
             "topk": self.topk,
             "experts": load.experts,
             "rows": load.rows,
@@ -280,8 +289,23 @@ class Experts:
             "width": self.width,
             "hidden": self.hidden,
         }
-        name, dtype, count = self.name, self.dtype, self.count
-        yield _op(engine, step.mode, "moe", sizes, name=name, dtype=dtype, count=count)
+        dtype, count = self.dtype, self.count
+
+        def op(key: str, name: str, sizes: Mapping[str, float]) -> Op:
+            return _op(engine, step.mode, key, sizes, name=name, dtype=dtype, count=count)
+
+        def moved(kind: str) -> Mapping[str, float]:
+            # Everyone gets all tokens, or each pair goes to where its expert is.
+            pairs = tokens // self.dp * self.topk if kind == "all_to_all" else tokens
+            return {"values": pairs * self.width, "workers": self.workers}
+
+        if self.dp > 1:
+            there = engine.dp_dispatch[0]
+            yield op(there, f"dispatch_{there}", moved(there))
+        yield op("moe", self.name, sizes)
+        if self.dp > 1:
+            back = engine.dp_dispatch[1]
+            yield op(back, f"combine_{back}", moved(back))
 
 
 def _padded_tokens(engine: Engine, step: Step) -> int:
@@ -400,6 +424,9 @@ class _Lowering:
         if not split:
             return
         out = self._output_ranks(entry)
+        moe, dp = self._spec.moe, self._sharding.dp
+        if dp > 1 and moe and moe["rank"] in entry_ranks(entry) - set(out):
+            return  # the experts bring their sums back themselves
         if self._sharding.splits(entry_ranks(entry) - set(out)):
             values = product(out, self._sharding.local)
             self._collective("all_reduce", entry.name, _per(entry), values, block)
@@ -509,6 +536,8 @@ class _Lowering:
             topk=moe["topk"],
             ways=self._sharding.ep,
             redundant=self._redundant,
+            workers=self._sharding.tp * self._sharding.dp,
+            dp=self._sharding.dp,
             width=product(down.output.ranks, sizes),
             hidden=product((r for r in down.reduced if r != moe["rank"]), sizes),
         )

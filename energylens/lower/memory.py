@@ -34,7 +34,8 @@ def memory(
     hold other tensors than eager ones.
     """
     spec, engine = lowered.spec, lowered.engine
-    tokens = workload.batch * max(workload.prompt_len + workload.gen_len, workload.context_len or 0)
+    batch = -(-workload.batch // lowered.sharding.dp)
+    tokens = batch * max(workload.prompt_len + workload.gen_len, workload.context_len or 0)
     weights = cache = 0
     for repeat, entry, sizes in _entries(lowered):
         weights += repeat * _weight_values(entry, sizes)
@@ -82,7 +83,7 @@ def _activations_bytes(lowered: Lowered, workload: Workload, modes: Mapping[Phas
     )
     serving = lowered.engine.serving
     if prefill.mode is Mode.SERVING and serving is not None:
-        prefill = chunked(prefill, serving.offline_batch_tokens)[0]
+        prefill = chunked(prefill, serving.offline_batch_tokens * lowered.sharding.dp)[0]
     steps = (
         prefill,
         Step.decode(workload.batch, full, modes.get(Phase.DECODE, Mode.EAGER)),

@@ -31,8 +31,9 @@ from energylens.errors import SpecError
 Array = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
-DRAWS = 8  # Dirichlet popularities that are averaged over: every layer has its own
+DRAWS = 8  # popularities that are averaged over: every layer has its own
 WINDOWS = 32  # of a trace
+_ALWAYS = 1.0 - 1e-9  # how often an expert is chosen that every token was seen to choose
 _GRID = np.linspace(-9.0, 9.0, 181)  # standard deviations around the largest mean
 
 
@@ -85,7 +86,7 @@ def make_routing(
         annotation: what was asked for.
         experts: of a layer.
         topk: experts of a token.
-        seed: of everything that is drawn: popularities, and which worker holds which expert.
+        seed: of the popularities that are drawn.
 
     Raises:
         SpecError: unknown kind, a parameter that cannot be, or a file that does not fit the model.
@@ -104,15 +105,15 @@ def make_routing(
     elif kind == "zipf":
         ranks = np.arange(1, experts + 1, dtype=np.float64)
         weights = ranks ** -_number(name, parameter)
-        popularity = rng.permutation(weights / weights.sum())[None, :]
+        popularity = rng.permuted(np.tile(weights / weights.sum(), (DRAWS, 1)), axis=1)
     elif kind == "dirichlet":
         popularity = rng.dirichlet(np.full(experts, _number(name, parameter)), size=DRAWS)
     elif kind == "histogram":
-        popularity = _histogram(Path(parameter), experts)
+        popularity = _popularity(_histogram(_path(name, parameter), experts), topk)
     elif kind == "trace":
-        trace = _trace(Path(parameter), experts, topk)
+        trace = _trace(_path(name, parameter), experts, topk)
         counts = np.bincount(trace.ravel(), minlength=experts).astype(np.float64)
-        return Routing(name, (counts / counts.sum())[None, :], trace)
+        return Routing(name, _popularity(counts[None, :], topk), trace)
     else:
         raise SpecError(
             f"unknown routing {name!r}; allowed: uniform, zipf:ALPHA, dirichlet:C, histogram:FILE, "
@@ -129,6 +130,12 @@ def _number(name: str, text: str) -> float:
     if not 0 < value < math.inf:
         raise SpecError(f"routing {name!r}: found {text or 'nothing'!r}; allowed: a number above 0")
     return value
+
+
+def _path(name: str, text: str) -> Path:
+    if not text:
+        raise SpecError(f"routing {name!r}: found 'nothing'; allowed: the name of a file")
+    return Path(text)
 
 
 def _rows(path: Path) -> list[tuple[int, list[float]]]:
@@ -161,12 +168,13 @@ def _histogram(path: Path, experts: int) -> Array:
             raise SpecError(
                 f"{path}:{number}: {len(values)} columns, and the first line has {width}"
             )
-        if min(values) < 0 or not all(map(math.isfinite, values)):
-            raise SpecError(f"{path}:{number}: found {min(values):g}; allowed: numbers from 0 on")
+        for value in values:
+            if not 0 <= value < math.inf:
+                raise SpecError(f"{path}:{number}: found {value:g}; allowed: numbers from 0 on")
     counts = np.array([values for _, values in rows]).T
     if (counts.sum(axis=1) <= 0).any():
         raise SpecError(f"{path}: a column without any token")
-    return np.asarray(counts / counts.sum(axis=1, keepdims=True))
+    return counts
 
 
 def _trace(path: Path, experts: int, topk: int) -> IntArray:
@@ -174,7 +182,7 @@ def _trace(path: Path, experts: int, topk: int) -> IntArray:
     if not rows:
         raise SpecError(f"{path}: no token; one line of {topk} expert ids for each")
     for number, values in rows:
-        ids = [int(v) for v in values]
+        ids = [int(v) if math.isfinite(v) else -1 for v in values]
         if len(ids) != topk or len(set(ids)) != topk or ids != values:
             raise SpecError(f"{path}:{number}: a token needs {topk} different expert ids")
         if min(ids) < 0 or max(ids) >= experts:
@@ -185,29 +193,66 @@ def _trace(path: Path, experts: int, topk: int) -> IntArray:
     return np.array([values for _, values in rows], dtype=np.int64)
 
 
+def _popularity(counts: Array, topk: int) -> Array:
+    """Popularity by which tokens choose as often as was counted, both [draws, experts].
+
+    What was counted is how often an expert was chosen, at most once by a token: the inverse of
+    `inclusion`.
+    """
+    shares = counts / counts.sum(axis=1, keepdims=True)
+    chosen = np.array([_at_most_once(own, topk) for own in shares])
+    rates = -np.log1p(-np.minimum(chosen, _ALWAYS))
+    return np.asarray(rates / rates.sum(axis=1, keepdims=True))
+
+
+def _at_most_once(shares: Array, topk: int) -> Array:
+    """Shares scaled to add up to ``topk`` with none above 1; what is cut off goes to the others."""
+    full = np.zeros(len(shares), dtype=bool)
+    while full.sum() < topk < len(shares):
+        rest = np.where(full, 0.0, shares)
+        if rest.sum() == 0.0:  # fewer experts were counted than a token chooses
+            rest = np.where(full, 0.0, 1.0)
+        scaled = np.where(full, 1.0, rest * (topk - full.sum()) / rest.sum())
+        if (scaled <= 1.0).all():
+            return scaled
+        full |= scaled > 1.0
+    return np.where(full, 1.0, 0.0) if full.any() else np.ones(len(shares))
+
+
 def inclusion(popularity: Array, topk: int) -> Array:
     """Probability that a token chooses each expert, [experts]; they add up to ``topk``."""
-    experts = len(popularity)
-    if topk >= experts:
-        return np.ones(experts)
     chosen = popularity > 0
-    if topk >= chosen.sum():
-        return chosen.astype(np.float64)
-    low, high = 0.0, 1.0
-    while (1.0 - np.exp(-popularity * high)).sum() < topk:
-        high *= 2.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (
-            (middle, high) if (1.0 - np.exp(-popularity * middle)).sum() < topk else (low, middle)
-        )
-    return np.asarray(1.0 - np.exp(-popularity * high))
+    left = topk - int(chosen.sum())
+    if left >= 0:  # all of these, and others as they come
+        rest = len(popularity) - int(chosen.sum())
+        return np.where(chosen, 1.0, min(left / max(rest, 1), 1.0))
+    rates = np.log(popularity, where=chosen, out=np.full(len(popularity), -np.inf))
+    low, high = 0.0, 800.0  # log(tau): the smallest popularity that a float holds is exp(-745)
+    with np.errstate(over="ignore"):
+        for _ in range(64):
+            middle = (low + high) / 2
+            enough = -np.expm1(-np.exp(rates + middle)).sum() >= topk
+            low, high = (low, middle) if enough else (middle, high)
+        return np.asarray(-np.expm1(-np.exp(rates + high)))
 
 
-def placement(experts: int, workers: int, seed: int = 0) -> list[IntArray]:
-    """Experts of each worker: as even as they divide, and by lot, as popularity has no order."""
-    order = np.random.default_rng(seed).permutation(experts)
-    return list(np.array_split(order, workers))
+def placement(loads: Array, workers: int, *, balanced: bool = False) -> list[IntArray]:
+    """Experts of each worker, as even as they divide, from the load of each expert.
+
+    In order, as vLLM and transformers place them; or balanced, as vLLM does where it holds experts
+    twice: the next popular one goes to the worker that has the least to do.
+    """
+    in_order = np.array_split(np.arange(len(loads)), workers)
+    if not balanced:
+        return in_order
+    held: list[list[int]] = [[] for _ in in_order]
+    totals = [0.0] * workers
+    for expert in np.argsort(-loads, kind="stable").tolist():
+        free = (w for w in range(workers) if len(held[w]) < len(in_order[w]))
+        least = min(free, key=totals.__getitem__)
+        held[least].append(expert)
+        totals[least] += float(loads[expert])
+    return [np.array(own, dtype=np.int64) for own in held]
 
 
 @lru_cache(maxsize=4096)
@@ -225,11 +270,12 @@ def worker_loads(
     """
     if routing.trace is not None and tokens <= len(routing.trace):
         counts = _window_counts(routing.trace, tokens, routing.experts)
-        return _counted(_doubled(counts, redundant), workers)
-    per_draw = []
-    for popularity in routing.popularity:
-        q = _doubled(inclusion(popularity, topk)[None, :], redundant)[0]
-        per_draw.append(_expected(q, tokens, workers))
+        counts = _doubled(counts, redundant, whole=True)
+        held = placement(counts.mean(axis=0), workers, balanced=redundant > 0)
+        return _counted(counts, held)
+    per_draw = [
+        _expected(q, tokens, held) for q, held in _spread(routing, topk, workers, redundant)
+    ]
     return tuple(
         WorkerLoad(
             experts=loads[0].experts,
@@ -241,23 +287,37 @@ def worker_loads(
     )
 
 
-def _doubled(values: Array, redundant: int) -> Array:
+@lru_cache(maxsize=256)
+def _spread(
+    routing: Routing, topk: int, workers: int, redundant: int
+) -> tuple[tuple[Array, list[IntArray]], ...]:
+    """For each popularity: how often a token chooses each expert, and who holds which."""
+    found = []
+    for popularity in routing.popularity:
+        q = _doubled(inclusion(popularity, topk)[None, :], redundant)[0]
+        found.append((q, placement(q, workers, balanced=redundant > 0)))
+    return tuple(found)
+
+
+def _doubled(values: Array, redundant: int, *, whole: bool = False) -> Array:
     """Share the largest columns of [draws, experts] between themselves and a copy each."""
     if not redundant:
         return values
     hottest = np.argsort(-values.mean(axis=0), kind="stable")[:redundant]
+    copies = values[:, hottest] / 2
+    if whole:
+        copies = np.floor(copies)
     out = values.copy()
-    out[:, hottest] /= 2
-    return np.concatenate((out, out[:, hottest]), axis=1)
+    out[:, hottest] -= copies
+    return np.concatenate((out, copies), axis=1)
 
 
-def _expected(q: Array, tokens: int, workers: int) -> tuple[WorkerLoad, ...]:
+def _expected(q: Array, tokens: int, held: list[IntArray]) -> tuple[WorkerLoad, ...]:
     """Loads by the closed forms of the module, from the probability of each expert."""
-    held = placement(len(q), workers)
     means = tokens * np.array([q[own].sum() for own in held])
     order = np.argsort(-means, kind="stable")
     rows = means[order]
-    if workers > 1:
+    if len(held) > 1:
         # Workers' pairs add up to a constant: equal ones vary as independent values do around the
         # mean of these, so that their maximum exceeds the mean by what that of independent ones
         # does.
@@ -276,7 +336,7 @@ def _expected(q: Array, tokens: int, workers: int) -> tuple[WorkerLoad, ...]:
 
 
 def _one(q: Array, rows: float, tokens: int) -> WorkerLoad:
-    """Load of a worker with ``rows`` pairs, whose experts a token chooses with probability ``q``."""
+    """Load of a worker with ``rows`` pairs; ``q``: how often a token chooses its experts."""
     q = np.minimum(q, 1.0)
     active = float((1 - (1 - q) ** tokens).sum())
     # Half a row between whole counts and the normal curve through them.
@@ -326,9 +386,8 @@ def _window_counts(trace: IntArray, tokens: int, experts: int) -> Array:
     )
 
 
-def _counted(counts: Array, workers: int) -> tuple[WorkerLoad, ...]:
+def _counted(counts: Array, held: list[IntArray]) -> tuple[WorkerLoad, ...]:
     """Mean loads over counted windows, the workers sorted in each of them."""
-    held = placement(counts.shape[1], workers)
     rows = np.array([counts[:, own].sum(axis=1) for own in held]).T  # [windows, workers]
     active = np.array([(counts[:, own] > 0).sum(axis=1) for own in held]).T
     largest = np.array([counts[:, own].max(axis=1) for own in held]).T
@@ -341,7 +400,7 @@ def _counted(counts: Array, workers: int) -> tuple[WorkerLoad, ...]:
             active=float(np.take_along_axis(active, order[:, i : i + 1], 1).mean()),
             largest=float(np.take_along_axis(largest, order[:, i : i + 1], 1).mean()),
         )
-        for i in range(workers)
+        for i in range(len(held))
     )
 
 
@@ -356,4 +415,5 @@ def sampled_loads(
             keys = np.log(popularity) + rng.gumbel(size=(tokens, routing.experts))
         chosen = np.argpartition(-keys, topk - 1, axis=1)[:, :topk]
         counts.append(np.bincount(chosen.ravel(), minlength=routing.experts))
-    return _counted(np.array(counts, dtype=np.float64), workers)
+    found = np.array(counts, dtype=np.float64)
+    return _counted(found, placement(found[0], workers))

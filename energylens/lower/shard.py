@@ -30,7 +30,7 @@ class Sharding:
     """How one configuration splits a model.
 
     Attributes:
-        tp, ep: tensor- and expert-parallel degrees.
+        tp, ep, dp: tensor-, expert- and attention-data-parallel degrees.
         ways: rank -> number of parts; ranks that stay whole are absent.
         whole, local: size of each rank in the model, and on one worker.
     """
@@ -40,6 +40,7 @@ class Sharding:
     whole: Mapping[str, int]
     local: Mapping[str, int]
     ep: int = 1
+    dp: int = 1
 
     def splits(self, ranks: Iterable[str]) -> bool:
         """True where at least one of ``ranks`` is split."""
@@ -71,10 +72,11 @@ def entry_ranks(entry: Entry) -> set[str]:
 def shard(
     spec: Spec, parallelism: Parallelism, *, experts_only: bool = False
 ) -> Sharding | Infeasible:
-    """Split a model over the workers of a tensor-parallel group.
+    """Split a model over the workers of a pipeline stage.
 
-    Expert parallelism of degree ``ep`` regroups these workers for the experts: each holds whole
-    ones (as even as they divide), sliced ``tp / ep`` ways.
+    Expert parallelism of degree ``ep`` regroups all ``tp * dp`` workers for the experts: each holds
+    whole ones (as even as they divide), sliced ``tp * dp / ep`` ways. All else is split ``tp``
+    ways, and ``dp`` groups of workers have parts of the batch.
 
     Args:
         spec: the model.
@@ -87,16 +89,19 @@ def shard(
     Raises:
         SpecError: two chains of the spec ask for different splits of one rank.
     """
-    for name in ("pp", "dp"):
-        degree = getattr(parallelism, name)
-        if degree > 1:
-            return Infeasible(
-                reason=f"{name}={degree} is not supported in this version, only tp, ep and "
-                f"replicas are; set {name}=1"
-            )
-    tp, ep = parallelism.tp, parallelism.ep
-    if ep > 1:
-        return _shard_experts(spec, tp, ep, experts_only)
+    if parallelism.pp > 1:
+        return Infeasible(
+            reason=f"pp={parallelism.pp} is not supported in this version, only tp, ep, dp and "
+            "replicas are; set pp=1"
+        )
+    tp, ep, dp = parallelism.tp, parallelism.ep, parallelism.dp
+    if dp > 1 and spec.moe is None:
+        return Infeasible(
+            reason=f"{spec.name}: dp={dp} of a dense model are {dp} independent copies; use "
+            f"replicas={dp}"
+        )
+    if ep > 1 or dp > 1:
+        return _shard_experts(spec, parallelism, experts_only)
     if tp > 1 and not spec.parallelism.get("tp"):
         return Infeasible(reason=f"{spec.name} names no ranks that tp may split; use tp=1")
     ways: dict[str, int] = {}
@@ -115,8 +120,12 @@ def shard(
     return Sharding(tp=tp, ways=ways, whole=spec.ranks, local=local)
 
 
-def _shard_experts(spec: Spec, tp: int, ep: int, experts_only: bool) -> Sharding | Infeasible:
-    """Split with whole experts spread over workers; see `shard`."""
+def _shard_experts(
+    spec: Spec, parallelism: Parallelism, experts_only: bool
+) -> Sharding | Infeasible:
+    """Split with experts over other groups of workers than all else; see `shard`."""
+    tp, ep, dp = parallelism.tp, parallelism.ep, parallelism.dp
+    slices = parallelism.workers // ep
     if spec.moe is None:
         return Infeasible(reason=f"{spec.name} has no experts for ep={ep} to spread; use ep=1")
     rank = spec.moe["rank"]
@@ -134,12 +143,12 @@ def _shard_experts(spec: Spec, tp: int, ep: int, experts_only: bool) -> Sharding
             if r in spec.parallelism.get("tp", ())
         }
     )
-    ways = {rank: ep, **dict.fromkeys(sliced, tp // ep)}
+    ways = {rank: ep, **dict.fromkeys(sliced, slices)}
     for r in sliced:
-        if spec.ranks[r] % (tp // ep):
+        if spec.ranks[r] % slices:
             return Infeasible(
-                reason=f"{spec.name}: tp={tp} with ep={ep} does not divide {r}={spec.ranks[r]} of "
-                f"each expert {tp // ep} ways"
+                reason=f"{spec.name}: tp={tp}, dp={dp} with ep={ep} does not divide "
+                f"{r}={spec.ranks[r]} of each expert {slices} ways"
             )
     if not experts_only:
         for chain in (c for c in _chains(spec) if not set(c) <= set(sliced)):
@@ -149,7 +158,7 @@ def _shard_experts(spec: Spec, tp: int, ep: int, experts_only: bool) -> Sharding
             ways |= split
     ways = {r: n for r, n in ways.items() if n > 1}
     local = {r: -(-size // ways.get(r, 1)) for r, size in spec.ranks.items()}
-    return Sharding(tp=tp, ep=ep, ways=ways, whole=spec.ranks, local=local)
+    return Sharding(tp=tp, ep=ep, dp=dp, ways=ways, whole=spec.ranks, local=local)
 
 
 def valid_tp(spec: Spec) -> tuple[int, ...]:

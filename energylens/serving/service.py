@@ -149,6 +149,11 @@ class _Service:
         serving = self.engine.serving
         assert serving is not None  # `_limited` has made it
         parallelism = self.config.parallelism
+        if parallelism.dp > 1:
+            return Infeasible(
+                reason=f"dp={parallelism.dp}: a service with attention data parallelism is not "
+                "simulated; use replicas, or a batch without traffic"
+            )
         lowered = lower(
             self.spec,
             self.engine,
@@ -168,7 +173,7 @@ class _Service:
             )
         priced = machine(
             self.device,
-            workers=parallelism.tp,
+            workers=parallelism.workers,
             bundle=select(self.bundles, self.device.name, self.engine.provider),
             anchors=self.anchors,
             power_limit_w=self.config.power_limit_w,

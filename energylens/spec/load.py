@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -413,42 +413,10 @@ def load_engine(name: str) -> Engine:
         str(path),
         "energylens/engine/v1",
         ("version", "provider", "modes", "kernels"),
-        (
-            "versions",
-            "repeat_kv",
-            "fusion",
-            "absorbed",
-            "collective",
-            "tp_replicated",
-            "gather_logits",
-            "moe_dispatch",
-            "ep_replicates",
-            "reserve_bytes",
-            "serving",
-        ),
+        ("versions", *_ENGINE_OPTIONS),
     )
     modes = fields["modes"].mapping((Phase.PREFILL, Phase.DECODE))
-    optional: dict[str, Any] = {}
-    if "repeat_kv" in fields:
-        optional["repeat_kv"] = tuple(Mode(m) for m in fields["repeat_kv"].choices(Mode))
-    if "fusion" in fields:
-        optional["fusion"] = tuple(item.texts() for item in fields["fusion"].items())
-    if "absorbed" in fields:
-        optional["absorbed"] = tuple(fields["absorbed"].choices(OPS))
-    if "collective" in fields:
-        optional["collective"] = fields["collective"].text()
-    if "tp_replicated" in fields:
-        optional["tp_replicated"] = fields["tp_replicated"].texts()
-    if "gather_logits" in fields:
-        optional["gather_logits"] = fields["gather_logits"].flag()
-    if "moe_dispatch" in fields:
-        optional["moe_dispatch"] = fields["moe_dispatch"].choice(("allreduce", "alltoall"))
-    if "ep_replicates" in fields:
-        optional["ep_replicates"] = fields["ep_replicates"].flag()
-    if "reserve_bytes" in fields:
-        optional["reserve_bytes"] = fields["reserve_bytes"].number()
-    if "serving" in fields:
-        optional["serving"] = _serving(fields["serving"])
+    optional = {key: read(fields[key]) for key, read in _ENGINE_OPTIONS.items() if key in fields}
     version = fields["version"].text()
     if asked:
         version, changed = _version(fields, asked)
@@ -463,6 +431,26 @@ def load_engine(name: str) -> Engine:
         source=fields["source"].text(),
         **optional,
     )
+
+
+_ENGINE_OPTIONS: Mapping[str, Callable[[Field], Any]] = MappingProxyType(
+    {
+        "repeat_kv": lambda field: tuple(Mode(m) for m in field.choices(Mode)),
+        "fusion": lambda field: tuple(item.texts() for item in field.items()),
+        "absorbed": lambda field: tuple(field.choices(OPS)),
+        "collective": Field.text,
+        "tp_replicated": Field.texts,
+        "gather_logits": Field.flag,
+        "moe_dispatch": lambda field: field.choice(("allreduce", "alltoall")),
+        "dp_dispatch": lambda field: tuple(
+            item.choice(("all_gather", "reduce_scatter", "all_to_all")) for item in field.items(2)
+        ),
+        "ep_replicates": Field.flag,
+        "reserve_bytes": Field.number,
+        "serving": lambda field: _serving(field),
+    }
+)
+"""Optional keys of an engine profile -> how each is read."""
 
 
 def _serving(field: Field) -> Serving:

@@ -138,6 +138,8 @@ class Engine:
         gather_logits: True where sharded logits are gathered on every worker.
         moe_dispatch: ``allreduce`` or ``alltoall``.
         ep_replicates: True where all but the experts is left whole under expert parallelism.
+        dp_dispatch: collectives that bring tokens to the experts and back where attention is data
+            parallel; empty where the engine has no such mode.
         reserve_bytes: device memory that the engine and the CUDA context take for themselves.
         serving: how it forms steps out of requests; None where it has no scheduler.
     """
@@ -155,6 +157,7 @@ class Engine:
     gather_logits: bool = False
     moe_dispatch: str = "allreduce"
     ep_replicates: bool = False
+    dp_dispatch: tuple[str, ...] = ()
     reserve_bytes: float = 0.0
     serving: Serving | None = None
     asked_version: str | None = None
@@ -200,6 +203,14 @@ class Step:
     def batch(self) -> int:
         """Sequences served: rows of the ops that see one token per sequence."""
         return sum(s.count for s in self.sequences)
+
+    def share(self, ways: int) -> Step:
+        """The part of the fullest of ``ways`` workers that split the batch, group by group."""
+        if ways == 1:
+            return self
+        return replace(
+            self, sequences=tuple(replace(s, count=-(-s.count // ways)) for s in self.sequences)
+        )
 
     @classmethod
     def prefill(cls, batch: int, prompt_len: int, mode: Mode) -> Step:
@@ -291,9 +302,14 @@ class Parallelism:
             )
 
     @property
+    def workers(self) -> int:
+        """Workers of a pipeline stage: those that split a layer, and those that split a batch."""
+        return self.tp * self.dp
+
+    @property
     def gpus(self) -> int:
         """Devices that the configuration occupies."""
-        return self.replicas * self.dp * self.tp * self.pp
+        return self.replicas * self.workers * self.pp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

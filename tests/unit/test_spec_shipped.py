@@ -20,7 +20,8 @@ from energylens.spec.system import Mode, Phase
 # fmt: off
 ENTRIES = [
     "attn_norm", "q", "k", "v", "q_norm", "k_norm", "rope", "scores", "softmax",
-    "context", "o", "attn_residual", "mlp_norm", "router", "topk", "gate", "up", "act", "down", "mlp_residual",
+    "context", "o", "attn_residual", "mlp_norm", "router", "topk", "gate", "up",
+    "act", "down", "mlp_residual",
 ]
 # fmt: on
 

@@ -29,10 +29,13 @@ def test_collectives_are_run_by_a_team_and_all_else_by_the_provider() -> None:
     assert set(COLLECTIVES) == set(KERNELS) - computed - of_vllm
 
 
-def test_the_shipped_plan_asks_for_kernels_that_the_provider_runs() -> None:
-    path = data_dir("calibration") / "plans" / "torch_default.yaml"
+@pytest.mark.parametrize(
+    ("provider", "builders"), [("torch", BUILDERS), ("vllm", vllm_kernels.BUILDERS)]
+)
+def test_the_shipped_plans_ask_for_kernels_that_the_provider_runs(provider, builders) -> None:
+    path = data_dir("calibration") / "plans" / f"{provider}_default.yaml"
     plan = load_plan(path, load_device("h200"))
-    assert {p.op.kernel for p in plan.points} <= set(BUILDERS)
+    assert {p.op.kernel for p in plan.points} <= set(builders)
 
 
 @pytest.mark.parametrize("workers", [2, 8])

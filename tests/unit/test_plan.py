@@ -162,17 +162,23 @@ def test_plans_merge_and_filter():
     ]
 
 
-def test_the_shipped_plan_is_complete():
-    shipped = load_plan(data_dir("calibration") / "plans" / "torch_default.yaml", DEVICE)
-    assert 100 < len(shipped.points) < 160
+@pytest.mark.parametrize(
+    ("provider", "engine", "models"),
+    [("torch", "hf", ["llama3_8b"]), ("vllm", "vllm", ["llama3_8b", "qwen3_moe"])],
+)
+def test_the_shipped_plans_are_complete(provider, engine, models):
+    path = data_dir("calibration") / "plans" / f"{provider}_default.yaml"
+    shipped = load_plan(path, DEVICE)
+    assert 90 < len(shipped.points) < 160
     assert shipped.expected_s < 240
     launches = {
         op.kernel: op.launches
+        for model in models
         for s in (Step.prefill(1, 128, Mode.EAGER), Step.decode(1, 128, Mode.CUDA_GRAPH))
-        for op in lower_step(SPEC, ENGINE, Parallelism(), s)
+        for op in lower_step(load_spec(model), load_engine(engine), Parallelism(), s)
     }
     planned = {p.op.kernel: p.op.launches for p in shipped.points}
-    assert launches.items() <= (planned.items())
+    assert launches.items() <= planned.items()
 
 
 def write(tmp_path: Path, text: str) -> Path:

@@ -48,7 +48,7 @@ def shapes_of(names: Iterable[str]) -> set[tuple[object, ...]]:
     for name in names:
         spec = load_spec(name)
         for tp in (1, 2):
-            for step in planned_steps():
+            for step in planned_steps(engine):
                 ops = lower_step(spec, engine, Parallelism(tp=tp), step)
                 found |= set() if isinstance(ops, Infeasible) else {shape(o) for o in ops}
     return found

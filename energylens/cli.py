@@ -666,7 +666,7 @@ def _engine(catalogue: Catalogue, name: str, command: str) -> EngineProfile:
     try:
         return catalogue.engine(name)
     except SpecError as error:
-        if Path(name).exists():
+        if Path(name).exists() or name.partition("@")[0] in catalogue.list("engines"):
             raise
         known = catalogue.list("engines")[0]
         raise SpecError(f"{error}; try `{command} --engine {known}`") from None

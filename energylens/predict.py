@@ -36,7 +36,6 @@ from energylens.results import (
 from energylens.schedule import (
     LEVEL,
     LOWEST_CLOCK,
-    NO_HOST,
     Constants,
     Host,
     Spreads,
@@ -87,7 +86,8 @@ _DATA_LATENCY_SD, _DATA_ENERGY_SD = 0.0075, 0.0125
 # Whole steps against the layer replays that the laws were fitted on: three capped prefills of a
 # whole model on two hosts were 1.7 % off (benchmarks/hf_reference.py), the replays 1.2 %.
 _WHOLE_STEP_SD = 0.012
-_UNKNOWN_LAUNCH_S = 20e-6
+# Of hosts that nobody has measured: a launch, and a step of an engine that serves.
+_UNKNOWN_LAUNCH_S, _UNKNOWN_STEP_S = 20e-6, 2e-3
 _UNKNOWN_HOST_REL_SE, _OTHER_HOST_REL_SE, _ANCHORED_HOST_REL_SE = 0.6, 0.35, 0.15
 _OTHER_WORKERS_HOST_REL_SE = 0.15
 # What a board holds under a power limit: as measured, and how far that may be off for each part
@@ -210,7 +210,9 @@ class Machine:
         if mode is Mode.SERVING:
             by_workers = (law.lone_steps if lone else law.steps) if law else {}
             if law is None or n not in by_workers:
-                return NO_HOST  # nobody has measured such steps; the engine's error says so
+                return Host(
+                    step_s=_UNKNOWN_STEP_S, rel_se=_UNKNOWN_HOST_REL_SE, source=Source.ROOFLINE
+                )
             own, shape = by_workers[n], step_shape(ops)
             step_s, serial_s = own.total_s(shape), own.serial_s(shape)
         else:
@@ -315,7 +317,7 @@ def predict(
             f"a power limit of {config.power_limit_w:g} W: {device.name} allows up to "
             f"{device.power_limit_w:g} W"
         )
-    parallelism = config.parallelism
+    engine, parallelism = engine.on(device), config.parallelism
     lowered = lower(
         spec,
         engine,
@@ -395,7 +397,8 @@ def _notes(
         notes.append(
             f"no calibration of {device.name} for the {engine.provider} provider: datasheet "
             "roofline, wide intervals; "
-            f"`energylens calibrate --device {device.name}` on such a machine measures one"
+            f"`energylens calibrate --device {device.name} --provider {engine.provider}` on such a "
+            "machine measures one"
         )
     asked, measured = engine.asked_version, (bundle.versions if bundle else {}).get(engine.name)
     if asked and asked != measured:

@@ -32,7 +32,7 @@ STAND_IN: Mapping[str, str] = {"vllm_all_reduce": "all_reduce"}
 """Kernel -> the one that it is priced as where it was not calibrated itself."""
 STAND_IN_REL_SE = 0.3
 HANDOVER_BYTES = 8 * 2**20
-"""Largest message of vLLM's own all-reduce; larger ones are NCCL's."""
+"""Messages of vLLM's own all-reduce are smaller; others are NCCL's."""
 
 
 class AbstractCostModel(abc.ABC):
@@ -221,11 +221,11 @@ class CostModelSet(AbstractCostModel):
 
     def _stood_in(self, op: Op, cost: Cost) -> Cost:
         """The cost of vLLM's own all-reduce from that of NCCL's, to which it hands over."""
-        if op.bytes_read > HANDOVER_BYTES:
+        if op.bytes_read >= HANDOVER_BYTES:
             return cost
         ratio, table = 1.0, self.one_shot
         if table is not None:
-            # Beyond the largest published size, as much faster as there.
+            # Beyond the largest published size, time grows with the size as NCCL's does.
             largest = min(op.shape[0], table.values[-1])
             workers = int(op.sizes["workers"])
             at_largest = cost.latency_s * largest / op.shape[0] if largest < op.shape[0] else None

@@ -92,6 +92,7 @@ def serve(
         SpecError: the engine forms no steps, or an arrivals file cannot be used.
         OutOfRangeError: a limit cannot be, or a request is longer than the KV cache.
     """
+    engine = engine.on(device)
     service = _Service(
         spec=spec,
         engine=replace(engine, serving=_limited(engine, limits)),

@@ -406,8 +406,10 @@ def load_engine(name: str) -> Engine:
     Raises:
         SpecError: no such engine, or something in the file is wrong.
     """
-    name, _, asked = name.partition("@")
-    path = _find(name, "engines")
+    stem, _, asked = name.rpartition("@")
+    if not stem or "/" in asked:  # no version: a folder may have an @ in its name
+        stem, asked = name, ""
+    path = _find(stem, "engines")
     fields = _document(
         _read(path),
         str(path),
@@ -419,9 +421,9 @@ def load_engine(name: str) -> Engine:
     optional = {key: read(fields[key]) for key, read in _ENGINE_OPTIONS.items() if key in fields}
     version = fields["version"].text()
     if asked:
-        version, changed = _version(fields, asked)
+        version, named, changed = _version(fields, asked)
+        optional |= named
         optional["serving"] = replace(optional["serving"], **changed)
-        optional["asked_version"] = asked
     return Engine(
         name=fields["name"].text(),
         version=version,
@@ -455,30 +457,45 @@ _ENGINE_OPTIONS: Mapping[str, Callable[[Field], Any]] = MappingProxyType(
 
 def _serving(field: Field) -> Serving:
     sizes = ("batch_tokens", "offline_batch_tokens", "max_sequences", "block_size")
-    fields = field.mapping((*sizes, "memory_share", "capture_sizes"))
-    return Serving(
-        **{name: fields[name].integer() for name in sizes},
+    fields = field.mapping((*sizes, "memory_share", "capture_sizes"), ("small",))
+    usual = Serving(
+        batch_tokens=fields["batch_tokens"].integer(),
+        offline_batch_tokens=fields["offline_batch_tokens"].integer(),
+        max_sequences=fields["max_sequences"].integer(),
+        block_size=fields["block_size"].integer(),
         memory_share=fields["memory_share"].number(),
         capture_sizes=tuple(
             sorted({size for item in fields["capture_sizes"].items() for size in _range(item)})
         ),
     )
+    if "small" not in fields:
+        return usual
+    limits = fields["small"].mapping(("below_memory_bytes", *sizes[:3]))
+    small = replace(
+        usual,
+        batch_tokens=limits["batch_tokens"].integer(),
+        offline_batch_tokens=limits["offline_batch_tokens"].integer(),
+        max_sequences=limits["max_sequences"].integer(),
+    )
+    return replace(usual, small_memory_bytes=limits["below_memory_bytes"].number(), small=small)
 
 
-def _version(fields: Mapping[str, Field], asked: str) -> tuple[str, dict[str, Any]]:
-    """The known version that stands for ``asked``, and what it changes of the serving limits."""
+def _version(fields: Mapping[str, Field], asked: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """The known version that stands for ``asked``, what is asked for, what changes in serving."""
     if "versions" not in fields or "serving" not in fields:
         raise SpecError(f"engine {fields['name'].text()} knows no versions; leave @{asked} out")
-    if not re.fullmatch(r"\d+(\.\d+)*", asked):
-        raise SpecError(
-            f"found version {asked!r} of engine {fields['name'].text()}; allowed: numbers and "
-            "dots, e.g. 0.24.0"
-        )
+    versions = fields["versions"].pairs()
+    for version in (asked, *versions):
+        if not re.fullmatch(r"\d+(\.\d+){0,3}", version):
+            raise SpecError(
+                f"found version {version!r} of engine {fields['name'].text()}; allowed: numbers "
+                "and dots, e.g. 0.24.0"
+            )
 
     def numbers(version: str) -> list[int]:
-        return [int(n) for n in version.split(".")]
+        parts = [int(n) for n in version.split(".")]
+        return parts + [0] * (4 - len(parts))
 
-    versions = fields["versions"].pairs()
     not_newer = [v for v in versions if numbers(v) <= numbers(asked)]
     chosen = max(not_newer, key=numbers) if not_newer else min(versions, key=numbers)
     limits = versions[chosen].mapping((), ("batch_tokens", "memory_share"))
@@ -487,7 +504,8 @@ def _version(fields: Mapping[str, Field], asked: str) -> tuple[str, dict[str, An
         changed["batch_tokens"] = limits["batch_tokens"].integer()
     if "memory_share" in limits:
         changed["memory_share"] = limits["memory_share"].number()
-    return chosen, changed
+    is_known = numbers(chosen) == numbers(asked)
+    return chosen, {"asked_version": chosen if is_known else asked}, changed
 
 
 def _range(field: Field) -> range:

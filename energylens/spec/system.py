@@ -104,6 +104,7 @@ class Serving:
         memory_share: part of the device memory that weights, activations and KV cache may take.
         capture_sizes: tokens of the captured graphs, ascending; a step is padded to the next of
             them, and above the last nothing is captured.
+        small: the same on devices of less than ``small_memory_bytes``; None where it is no other.
     """
 
     batch_tokens: int
@@ -112,6 +113,8 @@ class Serving:
     block_size: int
     memory_share: float
     capture_sizes: tuple[int, ...]
+    small_memory_bytes: float = 0.0
+    small: Serving | None = None
 
     def padded(self, tokens: int) -> int:
         """Rows that the token-wise kernels of a step of ``tokens`` new tokens run on."""
@@ -162,6 +165,15 @@ class Engine:
     serving: Serving | None = None
     asked_version: str | None = None
     source: str = ""
+
+    def on(self, device: Device) -> Engine:
+        """The engine with its limits on ``device``."""
+        serving = self.serving
+        if serving is None or serving.small is None:
+            return self
+        if device.memory_bytes >= serving.small_memory_bytes:
+            return self
+        return replace(self, serving=serving.small)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -203,3 +203,44 @@ def test_without_nccls_calibration_a_stand_in_is_the_rooflines():
     (cost,) = CostModelSet(device=H200, kernels={"hf_add": ADDS}).costs([op])
     assert cost == roofline(op, H200)
     assert cost.source is Source.ROOFLINE
+
+
+ONE_SHOT = Published(
+    workers=(2, 4),
+    values=(1024.0, 1048576.0),
+    latency_s={"all_reduce": np.array([[4e-6, 2e-5], [5e-6, 3e-5]])},
+)
+
+
+@pytest.mark.parametrize(
+    ("values", "workers", "seconds"),
+    [
+        (2.0**10, 2, 4e-6),
+        (2.0**15, 2, math.sqrt(4e-6 * 2e-5)),  # half-way in both logarithms
+        (2.0**9, 2, 4e-6),  # smaller messages take no less than the smallest published one
+        (2.0**10, 4, 5e-6),
+    ],
+)
+def test_published_times_of_one_kernel_stand_for_vllms_all_reduce_with_nccls_power(
+    values: float, workers: int, seconds: float
+):
+    ops = [reduce(values, workers), own_reduce(values, workers)]
+    nccl, own = replace(MODEL, one_shot=ONE_SHOT).costs(ops)
+    assert nccl.latency_s > seconds
+    assert own.latency_s == pytest.approx(seconds)
+    assert own.energy_j / own.latency_s == pytest.approx(nccl.energy_j / nccl.latency_s)
+    assert own.source is Source.TRANSFERRED
+    assert own.latency_rel_se == pytest.approx(math.hypot(nccl.latency_rel_se, 0.3))
+
+
+def test_one_kernel_is_never_slower_than_nccl_to_which_vllm_hands_over():
+    slow = replace(ONE_SHOT, latency_s={"all_reduce": 1e3 * ONE_SHOT.latency_s["all_reduce"]})
+    nccl, own = replace(MODEL, one_shot=slow).costs([reduce(2.0**12, 2), own_reduce(2.0**12, 2)])
+    assert own.latency_s == pytest.approx(nccl.latency_s)
+
+
+def test_messages_above_8_mib_are_nccls():
+    # Values of two bytes: 2^22 of them are 8 MiB.
+    ops = [reduce(2.0**23, 2), own_reduce(2.0**23, 2)]
+    nccl, own = replace(MODEL, one_shot=ONE_SHOT).costs(ops)
+    assert own == nccl

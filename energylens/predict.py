@@ -206,7 +206,7 @@ class Machine:
         """Host time of a step that executes ``ops``."""
         law = self.host
         n = law.nearest(len(self.boards)) if law else 0
-        serial_s = 0.0
+        serial_s = layers_rel_se = 0.0
         if mode is Mode.SERVING:
             by_workers = (law.lone_steps if lone else law.steps) if law else {}
             if law is None or n not in by_workers:
@@ -215,6 +215,7 @@ class Machine:
                 )
             own, shape = by_workers[n], step_shape(ops)
             step_s, serial_s = own.total_s(shape), own.serial_s(shape)
+            layers_rel_se = own.layers_rel_se(shape)
         else:
             launches = sum(o.count * o.launches for o in ops)
             if law is None or n not in law.launch_s:
@@ -236,7 +237,7 @@ class Machine:
             )
         return Host(
             step_s=step_s * ratio,
-            rel_se=math.hypot(rel_se, law.rel_se, other),
+            rel_se=math.hypot(rel_se, law.rel_se, other, layers_rel_se),
             source=Source.TRANSFERRED,
             serial_s=serial_s * ratio,
         )

@@ -1,9 +1,9 @@
 """What the routers of a real model choose, recorded while it runs.
 
 with recorded_routing(model) as routing:
-model.generate(...)
-routing.save_histogram(Path("routing.txt"))   # predict --routing histogram:routing.txt
-routing.save_trace(Path("trace.txt"), layer=0)   # predict --routing trace:trace.txt
+    model.generate(...)
+routing.save_histogram(Path("routing.txt"))   # histogram:routing.txt
+routing.save_trace(Path("trace.txt"), layer=0)   # trace:trace.txt
 """
 
 from __future__ import annotations

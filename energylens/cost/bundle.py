@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -68,6 +69,8 @@ class StepHost:
         expert_layer_s: more again where the layer has experts.
         serial_share: part of all but the launching of layers during which no kernel of the step
             runs; launches run ahead of the device.
+        layer_sd_s, expert_layer_sd_s: standard errors of the times of layers. They were told from
+            models of a few layers, so they grow with the model.
     """
 
     step_s: float
@@ -76,11 +79,22 @@ class StepHost:
     layer_s: float
     expert_layer_s: float
     serial_share: float
+    layer_sd_s: float = 0.0
+    expert_layer_sd_s: float = 0.0
 
     def total_s(self, shape: StepShape) -> float:
         """Seconds of one step."""
         launched = self.layer_s * shape.layers + self.expert_layer_s * shape.expert_layers
         return self._formed_s(shape) + (0.0 if shape.is_captured else launched)
+
+    def layers_rel_se(self, shape: StepShape) -> float:
+        """Relative standard error of the total that comes from the times of layers."""
+        if shape.is_captured:
+            return 0.0
+        sd_s = math.hypot(
+            self.layer_sd_s * shape.layers, self.expert_layer_sd_s * shape.expert_layers
+        )
+        return sd_s / self.total_s(shape)
 
     def serial_s(self, shape: StepShape) -> float:
         """Seconds of them that add to the device's."""

@@ -179,7 +179,23 @@ def _serving_steps(
         diff_step=1e-3,
         loss="soft_l1",
     )
-    return law(fitted.x), list(deviations(fitted.x)[~whole])
+    steps = law(fitted.x)
+    if known is None:
+        layer_sd_s, expert_layer_sd_s = 1e-6 * standard_errors(fitted.jac)[4:6]
+        if not any(shape.expert_layers for shape in shapes):
+            expert_layer_sd_s = steps.expert_layer_s  # where the fit began: a guess
+        steps = replace(
+            steps, layer_sd_s=float(layer_sd_s), expert_layer_sd_s=float(expert_layer_sd_s)
+        )
+    return steps, list(deviations(fitted.x)[~whole])
+
+
+def standard_errors(jacobian: Array) -> Array:
+    """Of the parameters of a least-squares fit, [n], from its weighted Jacobian, [m, n].
+
+    What no point depends on has none: it is 0.
+    """
+    return np.asarray(np.linalg.norm(np.linalg.pinv(jacobian), axis=1))
 
 
 def _slowness(host: HostAnchor | None, typical: HostAnchor) -> float:

@@ -5,10 +5,12 @@ The engine's steps are simulated from known host times; the fit must find them a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from made_up import (
     ATTENTION,
@@ -29,8 +31,10 @@ from made_up import (
 )
 
 from energylens.cost.bundle import Bundle, StepHost
+from energylens.cost.features import StepShape
 from energylens.errors import CalibrationError
 from energylens.fit import fit_bundle
+from energylens.fit.host import standard_errors
 from energylens.graph import KERNELS, Op, make_op
 from energylens.spec.load import load_engine
 from energylens.store import Sample
@@ -166,6 +170,27 @@ def test_host_times_of_steps_that_stand_alone_are_found_again(fitted: Bundle) ->
     assert found.token_s == pytest.approx(LONE.token_s, rel=0.02)
     assert found.layer_s == pytest.approx(LONE.layer_s, rel=0.05)
     assert found.serial_share == pytest.approx(LONE.serial_share, rel=0.05)
+
+
+def test_standard_errors_are_those_of_a_straight_line() -> None:
+    x, sigma = np.array([2.0, 3.0, 8.0, 11.0]), 0.5
+    jacobian = np.column_stack((np.ones(4), x, np.zeros(4))) / sigma
+    of_slope = sigma / math.sqrt(float(((x - x.mean()) ** 2).sum()))
+    of_start = of_slope * math.sqrt(float((x**2).mean()))
+    assert standard_errors(jacobian) == pytest.approx([of_start, of_slope, 0.0])
+
+
+def test_times_of_layers_are_as_uncertain_as_small_models_leave_them(fitted: Bundle) -> None:
+    assert fitted.host is not None
+    found = fitted.host.lone_steps[1]
+    assert 0.0 < found.layer_sd_s < LONE.layer_s
+    launched = StepShape(sequences=1, tokens=1024, layers=32)
+    assert found.layers_rel_se(launched) == pytest.approx(
+        found.layer_sd_s * 32 / found.total_s(launched)
+    )
+    assert found.layers_rel_se(replace(launched, tokens=512)) == 0.0
+    # No model had experts, so what their layers take is a guess.
+    assert found.expert_layer_sd_s == found.expert_layer_s > 0.0
 
 
 def test_host_times_of_steps_that_follow_each_other_are_found_again(fitted: Bundle) -> None:

@@ -268,8 +268,9 @@ def worker_loads(
         workers: over which whole experts are spread; 1: one worker has them all.
         redundant: experts that are held twice, the most popular ones, their tokens shared.
     """
-    if routing.trace is not None and tokens <= len(routing.trace):
-        counts = _window_counts(routing.trace, tokens, routing.experts)
+    if routing.trace is not None:
+        seen = min(tokens, len(routing.trace))  # a longer step goes on like the trace
+        counts = _window_counts(routing.trace, seen, routing.experts) * (tokens / seen)
         counts = _doubled(counts, redundant, whole=True)
         held = placement(counts.mean(axis=0), workers, balanced=redundant > 0)
         return _counted(counts, held)
@@ -278,7 +279,7 @@ def worker_loads(
     ]
     return tuple(
         WorkerLoad(
-            experts=loads[0].experts,
+            experts=max(w.experts for w in loads),
             rows=float(np.mean([w.rows for w in loads])),
             active=float(np.mean([w.active for w in loads])),
             largest=float(np.mean([w.largest for w in loads])),

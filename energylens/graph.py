@@ -116,21 +116,27 @@ _SILU_MUL = KernelType(
     write=_rows(1),
 )
 
-_MOE = KernelType(
-    kind=Kind.MOE,
-    dims=("tokens", "topk", "experts", "rows", "active", "largest", "width", "hidden"),
-    # Gate, up and down for each (token, expert) pair.
-    flops=lambda s: 6 * s["rows"] * s["width"] * s["hidden"],
-    # Weights of the experts that any token chose; what lies between the products; the sum.
-    read=lambda s: (
-        3 * s["active"] * s["width"] * s["hidden"]
-        + s["tokens"] * s["width"]
-        + s["rows"] * (3 * s["hidden"] + s["width"])
-    ),
-    write=lambda s: s["rows"] * (3 * s["hidden"] + s["width"]) + s["tokens"] * s["width"],
-)
-"""Experts of one worker, from the router's logits on: ``rows`` (token, expert) pairs among the
-``experts`` that it holds, of which ``active`` have any and the fullest has ``largest``."""
+
+def _moe(between: Callable[[Shape], float]) -> KernelType:
+    """Experts of one worker, from the router's logits on, with ``between`` rows in the buffers.
+
+    ``rows`` are the (token, expert) pairs among the ``experts`` that it holds, of which ``active``
+    have any and the fullest has ``largest``.
+    """
+    return KernelType(
+        kind=Kind.MOE,
+        dims=("tokens", "topk", "experts", "rows", "active", "largest", "width", "hidden"),
+        # Gate, up and down for each (token, expert) pair.
+        flops=lambda s: 6 * s["rows"] * s["width"] * s["hidden"],
+        # Weights of the experts that any token chose; what lies between the products; the sum.
+        read=lambda s: (
+            3 * s["active"] * s["width"] * s["hidden"]
+            + s["tokens"] * s["width"]
+            + between(s) * (3 * s["hidden"] + s["width"])
+        ),
+        write=lambda s: between(s) * (3 * s["hidden"] + s["width"]) + s["tokens"] * s["width"],
+    )
+
 
 _SAMPLING = KernelType(
     kind=Kind.SAMPLING,
@@ -225,8 +231,9 @@ KERNELS: Mapping[str, KernelType] = MappingProxyType(
         "argmax": _SAMPLING,
         "vllm_sample": _SAMPLING,
         # The whole block of transformers, router included; vLLM's top-k and fused experts.
-        "hf_moe": _MOE,
-        "vllm_moe": _MOE,
+        "hf_moe": _moe(lambda s: s["rows"]),
+        # Activation, sum and zeros run over the pairs of other workers' experts too.
+        "vllm_moe": _moe(lambda s: s["tokens"] * s["topk"]),
         # ``values`` = values of the result on each worker (of the input, for a reduce-scatter).
         "all_reduce": _COLLECTIVE,
         "all_gather": _COLLECTIVE,

@@ -81,7 +81,7 @@ def lower_step(
         none.
 
     Raises:
-        SpecError: the engine has no kernel for an entry.
+        SpecError: the engine has no kernel for an entry, or experts cannot be held twice.
         UnsupportedError: an entry or a fusion has a form that no kernel computes.
     """
     lowered = lower(spec, engine, parallelism)
@@ -117,6 +117,13 @@ def lower(
         return Infeasible(
             reason=f"engine {engine.name} has no attention data parallelism; use tp, or dp=1"
         )
+    if redundant_experts:
+        experts = spec.ranks[spec.moe["rank"]] if spec.moe else 0
+        if sharding.ep == 1 or not 0 < redundant_experts <= experts:
+            raise SpecError(
+                f"{spec.name}: found {redundant_experts} redundant experts with ep={sharding.ep}; "
+                f"allowed: 0 to {experts}, and more than 0 with ep above 1"
+            )
     items = _Lowering(spec, engine, sharding, _routing(spec, routing), redundant_experts).run()
     return Lowered(spec=spec, engine=engine, sharding=sharding, items=items)
 
@@ -127,7 +134,7 @@ def _routing(spec: Spec, asked: str | None) -> Routing | None:
         if asked is not None:
             raise SpecError(f"{spec.name} has no experts; leave the routing out")
         return None
-    annotation = asked or spec.moe.get("routing", "uniform")
+    annotation = spec.moe.get("routing", "uniform") if asked is None else asked
     return make_routing(annotation, spec.ranks[spec.moe["rank"]], spec.moe["topk"])
 
 

@@ -75,6 +75,31 @@ def test_a_precision_that_the_device_lacks_computes_as_bf16():
     assert prior(replace(bf16, dtype="int4"), H200).compute_s == prior(bf16, H200).compute_s
 
 
+@pytest.mark.parametrize(
+    ("tokens", "rows", "launches"),
+    [
+        (4, 32, 6),  # 4 x 4 x 8 pairs are not more than the experts: no alignment
+        (5, 40, 8),
+        (5, 20, 9),  # half of the pairs belong to another worker's experts
+        (1, 4, 9),
+    ],
+)
+def test_launches_of_fused_experts_follow_the_engines_paths(tokens, rows, launches):
+    op = sized("vllm_moe", tokens=tokens, topk=8, rows=rows, experts=128)
+    assert launches_of(op) == launches
+
+
+def test_prior_of_fused_experts_adds_what_runs_after_the_products():
+    sizes = {"tokens": 1024, "topk": 8, "experts": 128, "rows": 8192, "active": 128, "largest": 84}
+    op = make_op("vllm_moe", **sizes, width=2048, hidden=768)
+    compute_s = 6 * 8192 * 2048 * 768 / (0.85 * 989.4e12)
+    weights_s = 2 * 3 * 128 * 2048 * 768 / (0.88 * 4.8e12)
+    buffers_s = 2 * 2 * (8192 * (3 * 768 + 2048) + 1024 * 2048) / (0.88 * 4.8e12)
+    assert prior(op, H200).latency_s == pytest.approx(
+        8 * 1.5e-6 + max(compute_s, weights_s) + buffers_s
+    )
+
+
 def test_launches_of_a_kernel_are_not_the_engines():
     op = sized("hf_rmsnorm")
     assert launches_of(op) == launches_of(replace(op, launches=99)) > 1

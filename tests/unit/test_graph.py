@@ -52,7 +52,7 @@ BY_HAND = [
     # 10 pairs: 6 x width x hidden FLOPs each; weights of 4 experts, 6 tokens in, 10 rows of three
     # hidden widths and one token width between the products, the sum out.
     ("hf_moe", MOE, 6 * 10 * 8 * 5, 3 * 4 * 8 * 5 + 6 * 8 + 10 * 23, 10 * 23 + 6 * 8),
-    ("vllm_moe", MOE, 6 * 10 * 8 * 5, 3 * 4 * 8 * 5 + 6 * 8 + 10 * 23, 10 * 23 + 6 * 8),
+    ("vllm_moe", MOE, 6 * 10 * 8 * 5, 3 * 4 * 8 * 5 + 6 * 8 + 12 * 23, 12 * 23 + 6 * 8),
     ("all_reduce", {"values": 1000, "workers": 4}, 0, 1000, 1000),
     ("all_gather", {"values": 1000, "workers": 4}, 0, 1000, 1000),
     ("reduce_scatter", {"values": 1000, "workers": 4}, 0, 1000, 1000),

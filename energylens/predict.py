@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -176,13 +177,15 @@ class Machine:
         """The boards, with the costs of the ops on each; one list of costs stands for all."""
         workers = []
         for i, b in enumerate(self.boards):
-            local = [b.localise(c) for c in by_worker[i if len(by_worker) > 1 else 0]]
+            own = by_worker[i if len(by_worker) > 1 else 0]
+            ratios = [b.ratios(c.compute_share, c.read_share, c.dram_share) for c in own]
+            time, power = np.array(ratios, dtype=np.float64).reshape(-1, 2).T
             workers.append(
                 Worker(
                     idle_w=b.idle_w,
                     cap_w=self.cap_w,
-                    latency_s=np.array([c.latency_s for c in local]),
-                    energy_j=np.array([c.energy_j for c in local]),
+                    latency_s=np.array([c.latency_s for c in own]) * time,
+                    energy_j=np.array([c.energy_j for c in own]) * time * power,
                 )
             )
         return workers
@@ -492,7 +495,8 @@ class _Run:
     def _prefill(self) -> tuple[tuple[float, StepResult], ...]:
         """(count, step) of each step of the prefill."""
         lone = len(self._prefill_steps) == 1
-        return tuple((1.0, self._step(s, lone=lone)) for s in self._prefill_steps)
+        counts = Counter(self._prefill_steps)
+        return tuple((float(n), self._step(s, lone=lone)) for s, n in counts.items())
 
     @lru_cache(maxsize=64)  # noqa: B019 - a run lives no longer than its prediction
     def _decode(self, context: float) -> StepResult:

@@ -166,12 +166,15 @@ def common_clock(ops: _Ops, worker: Worker, constants: Constants, pause_s: float
     Mean power ``idle + D f**eta / (t(f) + pause)`` rises with the clock, so the root is bracketed;
     bisection to 1e-6. The governor averages over longer than a step, pauses between steps included.
     """
+    scaled_s = float((ops.count * worker.latency_s * ops.compute_share).sum())
+    fixed_s = kernel_sum(ops, worker, constants)[0] - scaled_s + pause_s
+    above_idle_j = float((ops.count * worker.energy_j).sum())
+    base_w = worker.idle_w + _link_w(ops, constants)
 
     def power(f: float) -> float:
-        time, energy = kernel_sum(ops, worker, constants, f)
-        return base_w + energy / (time + pause_s)
+        time = scaled_s / f + fixed_s
+        return base_w + above_idle_j * float(f**constants.eta) / time
 
-    base_w = worker.idle_w + _link_w(ops, constants)
     if power(1.0) <= worker.cap_w:
         return 1.0
     low, high = LOWEST_CLOCK, 1.0

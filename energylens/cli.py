@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -44,6 +45,7 @@ _EXTRAS = {
     "pandas": "gpu",
     "jtop": "jetson",
     "vllm": "vllm",
+    "matplotlib": "plot",
 }
 """Optional library -> the extra that brings it."""
 
@@ -66,7 +68,10 @@ Device = Annotated[
     str, typer.Option(help="Device by name (`energylens list devices`) or YAML file.")
 ]
 Engine = Annotated[
-    str, typer.Option(help="Engine profile by name (`energylens list engines`) or YAML file.")
+    str,
+    typer.Option(
+        help="Engine profile by name (`energylens list engines`), name@version, or YAML file."
+    ),
 ]
 Bundles = Annotated[
     list[Path] | None,
@@ -409,6 +414,135 @@ def _serve(
 
 
 @app.command()
+def explore(
+    spec: Annotated[
+        str,
+        typer.Argument(metavar="SPEC", help="Model by name (`energylens list specs`) or file."),
+    ],
+    gpus: Annotated[int, typer.Option(help="GPUs to use; replicas fill them.")],
+    prompt_len: Annotated[int, typer.Option(help="Prompt tokens of each sequence.")] = 1024,
+    gen_len: Annotated[
+        int, typer.Option(help="Generated tokens, the one that prefill makes included.")
+    ] = 128,
+    batch: Annotated[
+        str, typer.Option(help="Sequences of a replica: 1..256 (every one), 1,16,64, or both.")
+    ] = "1..256",
+    tp: Annotated[
+        str | None, typer.Option(help="Tensor parallel degrees, e.g. 1,2,4 [all that divide].")
+    ] = None,
+    ep: Annotated[
+        str | None, typer.Option(help="Expert parallel degrees [1 and all workers].")
+    ] = None,
+    dp: Annotated[
+        str | None, typer.Option(help="Attention data parallel degrees [all, with experts].")
+    ] = None,
+    device: Device = "h200",
+    engine: Engine = "vllm",
+    power_limit: Annotated[float | None, typer.Option(help="Power limit of each GPU in W.")] = None,
+    routing: Annotated[
+        str | None, typer.Option(help="How tokens choose experts, as for predict [the spec's].")
+    ] = None,
+    max_ttft_ms: Annotated[float | None, typer.Option(help="Longest prefill in ms.")] = None,
+    max_tpot_ms: Annotated[float | None, typer.Option(help="Longest time per token in ms.")] = None,
+    max_w: Annotated[
+        float | None, typer.Option(help="Most power of all GPUs together in W.")
+    ] = None,
+    min_throughput: Annotated[
+        float | None, typer.Option(help="Fewest generated tokens/s of all replicas together.")
+    ] = None,
+    objective: Annotated[
+        str | None,
+        typer.Option(
+            help="One or several, the first one ranks: energy_per_token, energy_per_request, "
+            "energy_per_prompt, ttft, tpot, throughput, throughput_per_gpu, gpus "
+            "[energy_per_token,tpot]."
+        ),
+    ] = None,
+    top: Annotated[
+        int, typer.Option(help="Most configurations to predict exactly, and to show.")
+    ] = 20,
+    anchor: AnchorFiles = None,
+    bundle: Bundles = None,
+    csv: Annotated[Path | None, typer.Option(help="File for all configurations.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Image (.png, .svg, .pdf) of the front.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """The Pareto front of all parallel layouts and batches: joules against milliseconds."""
+    from energylens.explore import DEFAULT_OBJECTIVES, Constraints, SearchSpace
+    from energylens.explore import explore as search
+    from energylens.files import write_atomically
+    from energylens.predict import Catalogue
+    from energylens.report import (
+        figure,
+        frontier_csv,
+        frontier_document,
+        frontier_infeasible_document,
+        frontier_plot,
+        frontier_table,
+    )
+    from energylens.results import Infeasible
+
+    _check_output("--csv", csv)
+    _check_output("--plot", plot, (".png", ".svg", ".pdf"))
+    if plot is not None:
+        if gen_len < 2:
+            raise SpecError("--plot is about time per token; give --gen-len of 2 or more")
+        figure()
+    catalogue = Catalogue(bundle_files=tuple(bundle or ()))
+    model, board = catalogue.spec(spec), catalogue.device(device)
+    profile = _engine(catalogue, engine, f"energylens explore {spec} --gpus {gpus}")
+    anchors = _load_anchors(anchor)
+    _check_anchors(anchors, board.name)
+    result = search(
+        model,
+        engine=profile,
+        device=board,
+        gpus=gpus,
+        prompt_len=prompt_len,
+        gen_len=gen_len,
+        space=SearchSpace(
+            batches=_integers("--batch", batch),
+            tp=_integers("--tp", tp) if tp else None,
+            ep=_integers("--ep", ep) if ep else None,
+            dp=_integers("--dp", dp) if dp else None,
+        ),
+        constraints=Constraints(
+            max_ttft_s=_seconds("--max-ttft-ms", max_ttft_ms),
+            max_tpot_s=_seconds("--max-tpot-ms", max_tpot_ms),
+            max_power_w=_positive("--max-w", max_w),
+            min_throughput_tokens_s=_positive("--min-throughput", min_throughput),
+        ),
+        objectives=DEFAULT_OBJECTIVES if objective is None else _parts(objective),
+        exact=top,
+        power_limit_w=_positive("--power-limit", power_limit),
+        routing=routing,
+        bundles=catalogue.bundles(board, profile),
+        anchors=anchors,
+        link=catalogue.link(board, gpus),
+    )
+    if isinstance(result, Infeasible):
+        if as_json:
+            _show(
+                frontier_infeasible_document(
+                    result, spec=model.name, device=board.name, engine=profile.name, gpus=gpus
+                )
+            )
+        raise typer.Exit(_fail("infeasible", result.reason, EXIT_INFEASIBLE))
+    given = [("--device", device), ("--engine", engine)]
+    given += [(n, str(v)) for n, v in (("--routing", routing), ("--power-limit", power_limit)) if v]
+    given += [("--anchor", str(path)) for path in anchor or ()]
+    given += [("--bundle", str(path)) for path in bundle or ()]
+    command = shlex.join(["energylens", "predict", spec, *(w for pair in given for w in pair)])
+    if csv is not None:
+        write_atomically(csv, frontier_csv(result))
+    if plot is not None:
+        frontier_plot(result, plot)
+    _show(frontier_document(result, command) if as_json else frontier_table(result, command))
+
+
+@app.command()
 def validate(
     truth: Annotated[
         list[Path], typer.Argument(metavar="TRUTH...", help="One or more truth CSV files.")
@@ -734,3 +868,43 @@ def _degrees(text: str) -> tuple[int, ...]:
     if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise SpecError(f"--tp: {text!r} found, and must be degrees joined by commas, e.g. 1,2,4")
     return tuple(dict.fromkeys(int(part) for part in parts))
+
+
+def _integers(option: str, text: str) -> tuple[int, ...]:
+    """``1,16,64``, ``1..256`` for every integer from the first to the last, or both."""
+    found: list[int] = []
+    for part in _parts(text):
+        first, dots, last = part.partition("..")
+        ends = (first, last) if dots else (first, first)
+        if not all(end.isdecimal() and int(end) > 0 for end in ends) or int(ends[0]) > int(ends[1]):
+            raise SpecError(
+                f"{option}: {part!r} found, and must be a number above 0 or FIRST..LAST, "
+                "e.g. 1,2,4 or 1..256"
+            )
+        found += range(int(ends[0]), int(ends[1]) + 1)
+    if not found:
+        raise SpecError(f"{option}: {text!r} names no number; give e.g. 1,2,4 or 1..256")
+    return tuple(dict.fromkeys(found))
+
+
+def _seconds(option: str, milliseconds: float | None) -> float | None:
+    given = _positive(option, milliseconds)
+    return None if given is None else given * 1e-3
+
+
+def _check_output(option: str, path: Path | None, suffixes: Sequence[str] = ()) -> None:
+    """Refuse a file that cannot be written, before the work whose result it is for."""
+    if path is None:
+        return
+    if suffixes and path.suffix not in suffixes:
+        raise SpecError(f"{option}: {path} found, and must end in {', '.join(suffixes)}")
+    existed = path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a", encoding="utf-8").close()
+    except OSError as error:
+        raise SpecError(
+            f"{option}: {path} cannot be written ({error.strerror}); choose another place"
+        ) from None
+    if not existed:
+        path.unlink()

@@ -390,3 +390,129 @@ class Measurement:
     power_limit_w: float | None = None
     anchors: Anchors | None = None
     labels: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredConfig:
+    """One configuration of a search that fits the memory.
+
+    Attributes:
+        id: names it within the search.
+        parallelism, batch: degrees, and sequences of each replica.
+        unused_gpus: left over where the replicas do not divide the GPUs given; not in any number.
+        values: quantities by name, the unit in the name; what does not exist (the time per output
+            token of one token) is absent.
+        intervals: of the same at the search's level; empty unless exact.
+        exact: True where the values are those of `predict`, False where they are from the table.
+        filtered_by: constraints that it does not meet.
+        on_frontier: True where no configuration that meets the constraints is at least as good by
+            all objectives and better by one.
+        rank: place among those that meet the constraints by the first objective, from 1.
+        dominated_by: a configuration of the front that is better, by ``id``.
+        best_of, tied_on: objectives by which it is the best; by which its interval overlaps with
+            the best one's.
+        prediction: all that is known, where exact.
+    """
+
+    id: str
+    parallelism: Parallelism
+    batch: int
+    unused_gpus: int
+    values: Mapping[str, float]
+    intervals: Mapping[str, tuple[float, float]]
+    exact: bool
+    filtered_by: tuple[str, ...]
+    on_frontier: bool
+    rank: int | None
+    dominated_by: str | None
+    best_of: tuple[str, ...] = ()
+    tied_on: tuple[str, ...] = ()
+    prediction: Prediction | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchCounts:
+    """Configurations of a search.
+
+    Attributes:
+        tried, infeasible, filtered: all; those that cannot run; those that miss a constraint.
+        infeasible_by, filtered_by: the same by reason, and by constraint: one that misses two is in
+            both.
+    """
+
+    tried: int
+    infeasible: int
+    filtered: int
+    infeasible_by: Mapping[str, int]
+    filtered_by: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frontier:
+    """What a search found.
+
+    Attributes:
+        source_id: where the spec says that the model is from.
+        batch_tokens: most new tokens of a step of each worker group; None where there is no limit.
+        objectives: by name, the first one ranks; constraints: by name, what was asked for.
+        configs: all that fit the memory, by layout and batch.
+        table_error: relative error of the values that are not exact, at most as far as was seen.
+        level: of the intervals; source: weakest of the exact predictions.
+    """
+
+    spec: str
+    source_id: str
+    device: str
+    engine: str
+    gpus: int
+    prompt_len: int
+    gen_len: int
+    batch_tokens: int | None
+    objectives: tuple[str, ...]
+    constraints: Mapping[str, float]
+    configs: tuple[ScoredConfig, ...]
+    counts: SearchCounts
+    table_error: float
+    level: float
+    source: Source
+    bundles: tuple[BundleRef, ...]
+    anchors: Anchors | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def front(self) -> tuple[ScoredConfig, ...]:
+        """Configurations on the front, best by the first objective first."""
+        return tuple(sorted((c for c in self.configs if c.on_frontier), key=lambda c: c.rank or 0))
+
+    def best(self, objective: str) -> ScoredConfig:
+        """The exactly predicted configuration that is the best by one of the objectives."""
+        return next(c for c in self.configs if objective in c.best_of)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A flat mapping for each configuration, for `pandas.DataFrame` or a CSV file."""
+        names = dict.fromkeys(name for c in self.configs for name in c.values)
+        return [
+            {
+                "id": c.id,
+                "tp": c.parallelism.tp,
+                "ep": c.parallelism.ep,
+                "dp": c.parallelism.dp,
+                "replicas": c.parallelism.replicas,
+                "batch": c.batch,
+                "unused_gpus": c.unused_gpus,
+                **{name: c.values.get(name) for name in names},
+                **{
+                    f"{name}_{side}": c.intervals[name][i] if name in c.intervals else None
+                    for name in names
+                    for i, side in enumerate(("low", "high"))
+                },
+                "exact": c.exact,
+                "on_frontier": c.on_frontier,
+                "rank": c.rank,
+                "dominated_by": c.dominated_by,
+                "filtered_by": " ".join(c.filtered_by),
+                "best_of": " ".join(c.best_of),
+                "tied_on": " ".join(c.tied_on),
+            }
+            for c in self.configs
+        ]

@@ -31,6 +31,7 @@ INTERNAL: dict[str, set[str]] = {
     "cost": {"spec", "graph", "results", "anchors"},
     "schedule": {"spec", "graph", "results"},
     "predict": {"spec", "graph", "lower", "cost", "schedule", "results"},
+    "explore": {"spec", "lower", "cost", "schedule", "predict", "results"},
     "serving": {"spec", "lower", "cost", "predict", "results"},
     "truth": {"spec", "results"},
     "validate": {"results"},
@@ -53,9 +54,10 @@ THIRD_PARTY: dict[str, set[str]] = {
     "cost": {"numpy", "scipy"},
     "schedule": {"numpy"},
     "predict": {"numpy"},
+    "explore": {"numpy"},
     "serving": {"numpy"},
     "validate": {"numpy"},
-    "report": {"rich"},
+    "report": {"rich", "matplotlib"},
     "meter/nvml": {"pynvml"},
     "meter/jetson": {"jtop"},
     "store": {"pandas"},
@@ -68,7 +70,7 @@ THIRD_PARTY: dict[str, set[str]] = {
 CLI_EAGER = {"spec"}
 """What cli may import before a verb is chosen: the words of its options."""
 
-HEAVY = ("torch", "transformers", "vllm", "sklearn", "pandas", "pynvml", "jtop")
+HEAVY = ("torch", "transformers", "vllm", "sklearn", "pandas", "pynvml", "jtop", "matplotlib")
 
 
 def sources() -> list[Path]:
@@ -150,6 +152,8 @@ def test_the_command_line_imports_layers_inside_verbs() -> None:
         "import energylens",
         "from energylens.cli import main; assert main([*MODEL, '--json']) == 0",
         "from energylens.cli import main; assert main(MODEL) == 0",
+        "from energylens.cli import main; "
+        "assert main(['explore', *MODEL[1:], '--gpus', '1', '--batch', '1,8']) == 0",
     ],
 )
 def test_prediction_leaves_heavy_libraries_out(statement: str) -> None:

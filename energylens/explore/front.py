@@ -1,0 +1,268 @@
+"""Which configurations no other one beats, and which of them are still to be predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from energylens.results import Infeasible, Prediction, ScoredConfig
+from energylens.spec.system import Parallelism, Phase
+
+Array = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
+
+OBJECTIVES: Mapping[str, tuple[str, int]] = MappingProxyType(
+    {
+        "energy_per_token": ("energy_per_token_j", 1),
+        "energy_per_request": ("energy_per_request_j", 1),
+        "energy_per_prompt": ("energy_per_prompt_j", 1),
+        "ttft": ("ttft_s", 1),
+        "tpot": ("tpot_s", 1),
+        "throughput": ("throughput_tokens_s", -1),
+        "throughput_per_gpu": ("throughput_per_gpu_tokens_s", -1),
+        "gpus": ("gpus", 1),
+    }
+)
+"""Objective -> the value that it looks at, and 1 where less is better, -1 where more is."""
+
+TABLE_ERROR = 0.02
+"""Relative error of the first stage. Seen in `benchmarks/explore_speed.py` and in sweeps of single
+decode steps and prefills: 1.7 % at most (one step of a long generation), 0.1 % in the mean."""
+
+_CHUNK_ROWS = 256  # of a comparison of all with the front
+
+LIMITED = {
+    "max_ttft_s": ("ttft_s", 1),
+    "max_tpot_s": ("tpot_s", 1),
+    "max_power_w": ("total_power_w", 1),
+    "min_throughput_tokens_s": ("throughput_tokens_s", -1),
+}
+"""Constraint -> the value that it limits, and 1 where from above, -1 where from below."""
+
+
+def pareto(costs: Array) -> BoolArray:
+    """Which rows of ``costs``, [rows, objectives], no other row dominates; less is better."""
+    order = np.lexsort(costs.T[::-1])  # a row can only be dominated by one before it
+    front = np.empty(0, dtype=np.int64)
+    for start in range(0, len(order), _CHUNK_ROWS):
+        rows = order[start : start + _CHUNK_ROWS]
+        rows = rows[_dominators(costs[rows], costs[front]) < 0]
+        rows = rows[_dominators(costs[rows], costs[rows]) < 0]
+        front = np.concatenate((front, rows))
+    return np.isin(np.arange(len(costs)), front)
+
+
+def _dominators(costs: Array, front: Array) -> IntArray:
+    """For each row of ``costs`` the first row of ``front`` that dominates it, -1 where none."""
+    found = np.full(len(costs), -1)
+    for start in range(0, len(costs) if len(front) else 0, _CHUNK_ROWS):
+        rows = costs[start : start + _CHUNK_ROWS]
+        as_good = np.ones((len(rows), len(front)), dtype=np.bool_)
+        better = np.zeros_like(as_good)
+        for column, others in zip(rows.T, front.T, strict=True):
+            as_good &= others <= column[:, None]
+            better |= others < column[:, None]
+        as_good &= better
+        found[start : start + len(rows)] = np.where(as_good.any(axis=1), as_good.argmax(axis=1), -1)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """All configurations that fit, with the best numbers known: ``values`` by name, each [rows]."""
+
+    parallelism: tuple[Parallelism, ...]
+    layout: IntArray
+    batch: IntArray
+    values: Mapping[str, Array]
+    runs: BoolArray
+    """False where the exact prediction says that it cannot."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Choice:
+    """The front of a table, and what is still to be predicted before it is known."""
+
+    table: Table
+    objectives: tuple[str, ...]
+    constraints: Mapping[str, float]
+    limit: int
+    exact: dict[int, Prediction | Infeasible] = field(default_factory=dict)
+
+    @property
+    def costs(self) -> Array:
+        """Logarithms of the objectives, [rows, objectives]; less is better."""
+        columns = [OBJECTIVES[name] for name in self.objectives]
+        return np.column_stack([sign * np.log(self.table.values[v]) for v, sign in columns])
+
+    @property
+    def excess(self) -> Array:
+        """By how much each constraint is missed, [rows, constraints]: above 0 where it is."""
+        columns = [(*LIMITED[name], limit) for name, limit in self.constraints.items()]
+        rows = [sign * np.log(self.table.values[v] / limit) for v, sign, limit in columns]
+        return np.column_stack(rows) if rows else np.empty((len(self.table.batch), 0))
+
+    @property
+    def meets(self) -> BoolArray:
+        """Rows that run and keep every constraint."""
+        return self.table.runs & (self.excess <= 0).all(axis=1)
+
+    @property
+    def front(self) -> IntArray:
+        """Rows of the front, the best by the first objective first."""
+        rows, costs = np.flatnonzero(self.meets), self.costs
+        found = rows[pareto(costs[rows])]
+        return found[np.lexsort(costs[found].T[::-1])]
+
+    def next_rows(self) -> list[int]:
+        """Rows to predict exactly next: candidates for the front, as many as the limit allows."""
+        room, costs = self.limit - len(self.exact), self.costs
+        front = self.front
+        front = front[~np.isin(front, list(self.exact))]
+        if len(front) > room:  # of too many, those that look the best
+            return self._spread(costs, front, room)
+        error = np.full(len(self.table.batch), np.log1p(TABLE_ERROR))
+        error[list(self.exact)] = 0.0
+        by_objective = np.array([OBJECTIVES[name][0] != "gpus" for name in self.objectives])
+        margin = error[:, None] * by_objective
+        excess, runs = self.excess, self.table.runs
+        may = np.flatnonzero(runs & (excess <= error[:, None]).all(axis=1))
+        surely = np.flatnonzero(runs & (excess <= -error[:, None]).all(axis=1))
+        worst = (costs + margin)[surely]
+        worst = worst[pareto(worst)]
+        candidates = may[_dominators((costs - margin)[may], worst) < 0]
+        fresh = candidates[~np.isin(candidates, list(self.exact))]
+        order = np.argsort(costs[fresh, 0], kind="stable")
+        return [int(row) for row in fresh[order][: max(room, 0)]]
+
+    def _spread(self, costs: Array, fresh: IntArray, room: int) -> list[int]:
+        """The best by each objective, then always the one farthest from all that are known."""
+        if room < 1:  # what looks like the best is always known exactly, within reason
+            rows = np.flatnonzero(self.meets)
+            best = {int(rows[costs[rows, j].argmin()]) for j in range(costs.shape[1]) if rows.size}
+            return sorted(best - set(self.exact)) if room > -self.limit else []
+        done = [row for row, p in self.exact.items() if isinstance(p, Prediction)]
+        bests = (
+            [] if done else [int(fresh[costs[fresh, j].argmin()]) for j in range(costs.shape[1])]
+        )
+        picked = list(dict.fromkeys(bests))[:room]
+        scale = np.ptp(costs[fresh], axis=0)
+        points = costs / np.where(scale > 0, scale, 1.0)
+        away = np.full(len(fresh), np.inf)
+        for row in [*done, *picked]:
+            away = np.minimum(away, np.abs(points[fresh] - points[row]).max(axis=1))
+        while len(picked) < room:
+            i = int(away.argmax())
+            picked.append(int(fresh[i]))
+            away = np.minimum(away, np.abs(points[fresh] - points[fresh[i]]).max(axis=1))
+        return picked
+
+
+def scored_configs(chosen: Choice, gpus: int) -> tuple[ScoredConfig, ...]:
+    """All rows that run, with their places."""
+    table, costs, front, meets = chosen.table, chosen.costs, chosen.front, chosen.meets
+    rows = np.flatnonzero(meets)
+    ranks = np.zeros(len(meets), dtype=np.int64)
+    ranks[rows[np.lexsort(costs[rows].T[::-1])]] = np.arange(1, len(rows) + 1)
+    on_front = np.isin(np.arange(len(meets)), front)
+    dominators = np.full(len(meets), -1)
+    dominators[rows] = _dominators(costs[rows], costs[front])
+    excess, constraints = chosen.excess, tuple(chosen.constraints)
+    names = list(table.values)
+    values = np.column_stack([table.values[n] for n in names]).tolist()
+    ids = [
+        f"{degrees(table.parallelism[layout]).replace(', ', '-').replace('=', '')}-b{batch}"
+        for layout, batch in zip(table.layout, table.batch.tolist(), strict=True)
+    ]
+    marks = _marks(chosen)
+    configs = []
+    for i in np.flatnonzero(table.runs).tolist():
+        found = chosen.exact.get(i)
+        prediction = found if isinstance(found, Prediction) else None
+        parallelism = table.parallelism[table.layout[i]]
+        best_of, tied_on = marks.get(i, ((), ()))
+        configs.append(
+            ScoredConfig(
+                id=ids[i],
+                parallelism=parallelism,
+                batch=int(table.batch[i]),
+                unused_gpus=gpus - parallelism.gpus,
+                values=MappingProxyType(dict(zip(names, values[i], strict=True))),
+                intervals=MappingProxyType(
+                    {n: (lo, hi) for n, (_, lo, hi) in exact_values(prediction).items()}
+                    if prediction
+                    else {}
+                ),
+                exact=prediction is not None,
+                filtered_by=tuple(n for j, n in enumerate(constraints) if excess[i, j] > 0),
+                on_frontier=bool(on_front[i]),
+                rank=int(ranks[i]) or None,
+                dominated_by=ids[front[dominators[i]]] if dominators[i] >= 0 else None,
+                best_of=best_of,
+                tied_on=tied_on,
+                prediction=prediction,
+            )
+        )
+    return tuple(configs)
+
+
+def _marks(chosen: Choice) -> dict[int, tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Row -> objectives by which it is the best of the exact ones, and by which it ties with it."""
+    costs, meets = chosen.costs, chosen.meets
+    values = {
+        row: exact_values(p)
+        for row, p in chosen.exact.items()
+        if isinstance(p, Prediction) and meets[row]
+    }
+    best: dict[int, list[str]] = {row: [] for row in values}
+    tied: dict[int, list[str]] = {row: [] for row in values}
+    for j, name in enumerate(chosen.objectives if values else ()):
+        winner = min(values, key=lambda row: (costs[row, j], row))
+        best[winner].append(name)
+        _, low, high = values[winner][OBJECTIVES[name][0]]
+        for row, own in values.items():
+            _, own_low, own_high = own[OBJECTIVES[name][0]]
+            if row != winner and own_low <= high and low <= own_high:
+                tied[row].append(name)
+    return {row: (tuple(best[row]), tuple(tied[row])) for row in values}
+
+
+def exact_values(p: Prediction) -> dict[str, tuple[float, float, float]]:
+    """Value and interval ends by name, as the first stage names them."""
+    prefill, decode, request = (p.phases[phase] for phase in Phase)
+    replicas, batch, gpus = p.parallelism.replicas, p.workload.batch, p.parallelism.gpus
+    sequences = batch * replicas
+    found: dict[str, tuple[float, float, float]] = {}
+    for name, phase in (("token", decode), ("request", request), ("prompt", prefill)):
+        low, high = phase.interval.energy_j
+        found[f"energy_per_{name}_j"] = (
+            phase.energy_j / sequences,
+            low / sequences,
+            high / sequences,
+        )
+    for name, phase in (("ttft_s", prefill), ("ttlt_s", request)):
+        found[name] = (phase.latency_s, *phase.interval.latency_s)
+    watts = [phase.mean_power_w * gpus for phase in (prefill, decode)]
+    found["total_power_w"] = (max(watts),) * 3
+    found["gpus"] = (float(gpus),) * 3
+    if p.workload.gen_len > 1:
+        # A request is its prefill and its decode steps, and so are the ends of its interval.
+        ttft, ttlt = found["ttft_s"], found["ttlt_s"]
+        tpot_s, low, high = (
+            (b - a) / (p.workload.gen_len - 1) for a, b in zip(ttft, ttlt, strict=True)
+        )
+        found["tpot_s"] = tpot_s, low, high
+        rates = sequences / tpot_s, sequences / high, sequences / low
+        found["throughput_tokens_s"] = rates
+        found["throughput_per_gpu_tokens_s"] = rates[0] / gpus, rates[1] / gpus, rates[2] / gpus
+    return found
+
+
+def degrees(parallelism: Parallelism) -> str:
+    """``tp=2, ep=1, dp=1``."""
+    return f"tp={parallelism.tp}, ep={parallelism.ep}, dp={parallelism.dp}"

@@ -1,0 +1,406 @@
+"""What to try, what to keep, and the search of both stages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from energylens.cost.bundle import Bundle, select
+from energylens.errors import OutOfRangeError, SpecError
+from energylens.explore.front import (
+    LIMITED,
+    OBJECTIVES,
+    TABLE_ERROR,
+    Choice,
+    Table,
+    degrees,
+    exact_values,
+    scored_configs,
+)
+from energylens.explore.layout import Layout
+from energylens.lower import Lowered, lower, memory, valid_tp
+from energylens.predict import machine, predict
+from energylens.results import (
+    Anchors,
+    Frontier,
+    Infeasible,
+    Memory,
+    Prediction,
+    SearchCounts,
+    Source,
+)
+from energylens.schedule import LEVEL
+from energylens.spec.model import Spec
+from energylens.spec.system import Config, Device, Engine, Link, Parallelism, Workload
+from energylens.units import BYTES_PER_GB
+
+Array = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+DEFAULT_OBJECTIVES = ("energy_per_token", "tpot")
+"""What a deployment costs, and what a user feels; the throughput of a GPU nearly follows the
+first of them, and would only thicken the front."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchSpace:
+    """What to try; ``None`` stands for every degree that the model and the engine allow.
+
+    Attributes:
+        batches: sequences of a replica.
+        tp, ep, dp: degrees; by default ep is 1 or all workers of a layout, which is what engines
+            launch.
+    """
+
+    batches: Sequence[int] = range(1, 257)
+    tp: tuple[int, ...] | None = None
+    ep: tuple[int, ...] | None = None
+    dp: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batches", "tp", "ep", "dp"):
+            given = getattr(self, name)
+            if given is not None and (not given or min(given) < 1):
+                raise OutOfRangeError(
+                    f"{name}: every value must be at least 1, not {min(given, default='none')}"
+                )
+
+    def layouts(self, spec: Spec, engine: Engine, gpus: int) -> Iterator[tuple[int, int, int]]:
+        """(tp, ep, dp) of each layout to try, the given degrees as they are, ascending."""
+        data_parallel = spec.moe is not None and engine.dp_dispatch
+        for tp in sorted(set(self.tp or (n for n in valid_tp(spec) if n <= gpus))):
+            most_dp = max(1, gpus // tp) if data_parallel else 1
+            for dp in sorted(set(self.dp or range(1, most_dp + 1))):
+                whole = {1, tp * dp} if spec.moe is not None else {1}
+                for ep in sorted(set(self.ep or whole)):
+                    yield tp, ep, dp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraints:
+    """What a configuration must keep; ``None`` where anything goes.
+
+    ``max_power_w`` is of all its GPUs together, in the phase that draws more.
+    """
+
+    max_ttft_s: float | None = None
+    max_tpot_s: float | None = None
+    max_power_w: float | None = None
+    min_throughput_tokens_s: float | None = None
+
+    def given(self) -> dict[str, float]:
+        """Those that are given, by name."""
+        limits = {name: getattr(self, name) for name in LIMITED}
+        return {name: limit for name, limit in limits.items() if limit is not None}
+
+
+def explore(
+    spec: Spec,
+    *,
+    engine: Engine,
+    device: Device,
+    gpus: int,
+    prompt_len: int = 1024,
+    gen_len: int = 128,
+    space: SearchSpace = SearchSpace(),
+    constraints: Constraints = Constraints(),
+    objectives: Sequence[str] = DEFAULT_OBJECTIVES,
+    exact: int = 20,
+    power_limit_w: float | None = None,
+    routing: str | None = None,
+    bundles: Sequence[Bundle] = (),
+    anchors: Anchors | None = None,
+    link: Link | None = None,
+) -> Frontier | Infeasible:
+    """The front of all configurations of a model on ``gpus`` devices.
+
+    Args:
+        spec: the model.
+        engine: how it becomes kernels.
+        device: what it runs on.
+        gpus: devices to use; replicas fill them, and those left over are not counted.
+        prompt_len: tokens of each prompt.
+        gen_len: generated tokens of each sequence, the one that prefill makes included.
+        space: what to try.
+        constraints: what to keep.
+        objectives: of `OBJECTIVES`; the first one ranks.
+        exact: most configurations to predict exactly. Where more are candidates for the front,
+            these are the best by each objective and others spread evenly along it.
+        power_limit_w: of each board, the calibration's by default.
+        routing: how tokens choose experts, the spec's own way by default.
+        bundles: calibrations, as for `energylens.predict.predict`.
+        anchors: of the boards and their host, likewise.
+        link: interconnect of the workers, likewise.
+
+    Returns:
+        All configurations that fit with the front among them; or why there is none, and what comes
+        closest.
+
+    Raises:
+        SpecError: an objective is unknown, or no degrees that were asked for fit on the GPUs.
+        OutOfRangeError: a number cannot be.
+    """
+    _check(gpus, gen_len, exact, objectives, constraints)
+    if power_limit_w is not None and power_limit_w > device.power_limit_w:
+        raise SpecError(
+            f"a power limit of {power_limit_w:g} W: {device.name} allows up to "
+            f"{device.power_limit_w:g} W"
+        )
+    search = _Search(
+        spec=spec,
+        engine=engine.on(device),
+        device=device,
+        gpus=gpus,
+        workload=Workload(prompt_len=prompt_len, gen_len=gen_len),
+        space=space,
+        config=Config(power_limit_w=power_limit_w, routing=routing),
+        bundles=tuple(bundles),
+        anchors=anchors,
+        link=link,
+    )
+    table, nearest = search.score()
+    if table is None:
+        return Infeasible(reason=search.nothing_runs(nearest), memory=nearest)
+    chosen = Choice(
+        table=table, objectives=tuple(objectives), constraints=constraints.given(), limit=exact
+    )
+    search.refine(chosen)
+    if not chosen.meets.any():
+        return Infeasible(reason=search.nothing_meets(chosen))
+    return search.frontier(chosen)
+
+
+def _check(
+    gpus: int, gen_len: int, exact: int, objectives: Sequence[str], constraints: Constraints
+) -> None:
+    for name, number in (("gpus", gpus), ("exact", exact)):
+        if number < 1:
+            raise OutOfRangeError(f"{name} must be at least 1, not {number}")
+    unknown = [name for name in objectives if name not in OBJECTIVES]
+    if unknown or not objectives:
+        raise SpecError(
+            f"objective: unknown {unknown[0]!r}; allowed: {', '.join(OBJECTIVES)}"
+            if unknown
+            else f"objective: none given; allowed: {', '.join(OBJECTIVES)}"
+        )
+    for name, limit in constraints.given().items():
+        if not 0 < limit < float("inf"):
+            raise OutOfRangeError(f"{name} must be a number above 0, not {limit:g}")
+    if gen_len < 2:
+        values = [OBJECTIVES[o][0] for o in objectives]
+        values += [LIMITED[c][0] for c in constraints.given()]
+        if any(v == "tpot_s" or v.startswith("throughput") for v in values):
+            raise SpecError(
+                f"gen_len {gen_len}: no token follows the first, so there is no TPOT and no "
+                "throughput; raise it to 2 or more, or choose other objectives and constraints, "
+                "e.g. energy_per_prompt and ttft"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Search:
+    """A model, what it may run on, and what was counted on the way."""
+
+    spec: Spec
+    engine: Engine
+    device: Device
+    gpus: int
+    workload: Workload
+    space: SearchSpace
+    config: Config
+    bundles: tuple[Bundle, ...]
+    anchors: Anchors | None
+    link: Link | None
+    infeasible: Counter[str] = field(default_factory=Counter)
+
+    @cached_property
+    def _batches(self) -> IntArray:
+        return np.unique(np.array(self.space.batches, dtype=np.int64))
+
+    def score(self) -> tuple[Table | None, Memory | None]:
+        """All that fits, or None; and the memory of what comes closest to fitting."""
+        parts: list[tuple[Parallelism, IntArray, dict[str, Array]]] = []
+        nearest: Memory | None = None
+        bundle = select(self.bundles, self.device.name, self.engine.provider)
+        for lowered, parallelism in self._lowered():
+            held = memory(lowered, self._workload(int(self._batches[0])), self.device)
+            count = self._fitting(lowered)
+            if nearest is None or _overflow(held) < _overflow(nearest):
+                nearest = held
+            if count < len(self._batches):
+                most = f"batches above {self._batches[count - 1]}" if count else "any batch"
+                self.infeasible[f"memory: {degrees(parallelism)} at {most}"] += (
+                    len(self._batches) - count
+                )
+            if not count:
+                continue
+            layout = Layout(
+                lowered=lowered,
+                machine=machine(
+                    self.device,
+                    workers=parallelism.workers,
+                    bundle=bundle,
+                    anchors=self.anchors,
+                    power_limit_w=self.config.power_limit_w,
+                    link=self.link,
+                ),
+                parallelism=parallelism,
+                workload=self.workload,
+            )
+            fitting = self._batches[:count]
+            parts.append((parallelism, fitting, layout.values(fitting)))
+        if not parts:
+            return None, nearest
+        rows = [len(batches) for _, batches, _ in parts]
+        table = Table(
+            parallelism=tuple(p for p, _, _ in parts),
+            layout=np.repeat(np.arange(len(parts)), rows),
+            batch=np.concatenate([batches for _, batches, _ in parts]),
+            values={n: np.concatenate([v[n] for _, _, v in parts]) for n in parts[0][2]},
+            runs=np.ones(sum(rows), dtype=np.bool_),
+        )
+        return table, nearest
+
+    def _lowered(self) -> Iterator[tuple[Lowered, Parallelism]]:
+        """The layouts that the model and the engine allow; the others are counted."""
+        fits = False
+        for tp, ep, dp in self.space.layouts(self.spec, self.engine, self.gpus):
+            if tp * dp > self.gpus:
+                reason = f"tp={tp}, dp={dp}: more than {self.gpus} GPUs"
+                self.infeasible[reason] += len(self._batches)
+                continue
+            fits = True
+            if tp * dp % ep:
+                reason = f"ep={ep} does not divide tp={tp} x dp={dp}"
+                self.infeasible[reason] += len(self._batches)
+                continue
+            parallelism = Parallelism(tp=tp, ep=ep, dp=dp, replicas=self.gpus // (tp * dp))
+            lowered = lower(self.spec, self.engine, parallelism, routing=self.config.routing)
+            if isinstance(lowered, Infeasible):
+                self.infeasible[lowered.reason] += len(self._batches)
+            else:
+                yield lowered, parallelism
+        if not fits:
+            raise SpecError(
+                f"no layout asked for fits on {self.gpus} GPUs; lower the degrees of tp and dp, or "
+                "raise gpus"
+            )
+
+    def _workload(self, batch: int) -> Workload:
+        return replace(self.workload, batch=batch)
+
+    def _fitting(self, lowered: Lowered) -> int:
+        """How many of the batches fit the memory, smallest first: it grows with the batch."""
+        low, high = 0, len(self._batches)
+        while low < high:
+            middle = (low + high) // 2
+            batch = int(self._batches[middle])
+            if memory(lowered, self._workload(batch), self.device).fits:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def refine(self, chosen: Choice) -> None:
+        """Predict the candidates for the front, round by round, until it is known or limited."""
+        table = chosen.table
+        while rows := chosen.next_rows():
+            for row in rows:
+                result = predict(
+                    self.spec,
+                    engine=self.engine,
+                    device=self.device,
+                    config=replace(self.config, parallelism=table.parallelism[table.layout[row]]),
+                    workload=self._workload(int(table.batch[row])),
+                    bundles=self.bundles,
+                    anchors=self.anchors,
+                    link=self.link,
+                )
+                chosen.exact[row] = result
+                if isinstance(result, Infeasible):
+                    table.runs[row] = False
+                    self.infeasible[result.reason] += 1
+                    continue
+                for name, (value, _, _) in exact_values(result).items():
+                    table.values[name][row] = value
+
+    def nothing_runs(self, nearest: Memory | None) -> str:
+        """Why no configuration can run, and what comes closest."""
+        reasons = "; ".join(self.infeasible)
+        if nearest is None:
+            return f"no layout of {self.spec.name} can run on {self.gpus} GPUs: {reasons}"
+        capacity = nearest.capacity_bytes / BYTES_PER_GB
+        return (
+            f"{self.spec.name} does not fit {self.device.name} in any layout on {self.gpus} GPUs; "
+            f"the closest needs {_overflow(nearest) / BYTES_PER_GB:.1f} GB more than the "
+            f"{capacity:.1f} GB of each GPU at batch {self._batches[0]}; raise --gpus, or lower "
+            "--batch or the lengths"
+        )
+
+    def nothing_meets(self, chosen: Choice) -> str:
+        """Which configuration comes closest to all constraints, and what it misses."""
+        table, excess = chosen.table, chosen.excess
+        if not table.runs.any():
+            return f"no configuration of {self.spec.name} can run: {'; '.join(self.infeasible)}"
+        worst = np.where(table.runs, excess.max(axis=1, initial=-np.inf), np.inf)
+        row = int(worst.argmin())
+        missed = []
+        for j, (name, limit) in enumerate(chosen.constraints.items()):
+            if excess[row, j] > 0:
+                value = float(table.values[LIMITED[name][0]][row])
+                missed.append(f"{LIMITED[name][0]} {value:.4g} against {name} {limit:.4g}")
+        parallelism = table.parallelism[table.layout[row]]
+        return (
+            f"none of {len(table.batch)} configurations of {self.spec.name} meets the constraints; "
+            f"the closest is {degrees(parallelism)} with {parallelism.replicas} replicas at batch "
+            f"{table.batch[row]}, which misses {' and '.join(missed)}"
+        )
+
+    def frontier(self, chosen: Choice) -> Frontier:
+        """The result, once the front is known."""
+        predictions = [p for p in chosen.exact.values() if isinstance(p, Prediction)]
+        serving = self.engine.serving
+        notes = dict.fromkeys(note for p in predictions for note in p.notes)
+        excess, constraints = chosen.excess, tuple(chosen.constraints)
+        over = (excess > 0) & chosen.table.runs[:, None]
+        missed = {name: int(over[:, j].sum()) for j, name in enumerate(constraints)}
+        infeasible = sum(self.infeasible.values())
+        configs = scored_configs(chosen, self.gpus)
+        return Frontier(
+            spec=self.spec.name,
+            source_id=self.spec.source,
+            device=self.device.name,
+            engine=self.engine.name,
+            gpus=self.gpus,
+            prompt_len=self.workload.prompt_len,
+            gen_len=self.workload.gen_len,
+            batch_tokens=serving.offline_batch_tokens if serving else None,
+            objectives=chosen.objectives,
+            constraints=MappingProxyType(dict(chosen.constraints)),
+            configs=configs,
+            counts=SearchCounts(
+                tried=int(chosen.table.runs.sum()) + infeasible,
+                infeasible=infeasible,
+                filtered=int((chosen.table.runs & ~chosen.meets).sum()),
+                infeasible_by=MappingProxyType(dict(self.infeasible)),
+                filtered_by=MappingProxyType(missed),
+            ),
+            table_error=TABLE_ERROR,
+            level=LEVEL,
+            source=max((p.source for p in predictions), default=Source.ROOFLINE),
+            bundles=tuple(dict.fromkeys(b for p in predictions for b in p.bundles)),
+            anchors=self.anchors,
+            notes=tuple(notes),
+        )
+
+
+def _overflow(held: Memory) -> float:
+    """Bytes that a worker holds beyond its device's memory; below 0 where there is room."""
+    used = held.weights_bytes + held.kv_cache_bytes + held.activations_bytes + held.reserve_bytes
+    return used - held.capacity_bytes

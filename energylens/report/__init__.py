@@ -1,0 +1,42 @@
+"""Results as JSON documents for programs (DESIGN section 5) and as tables for people."""
+
+from energylens.report.facts import (
+    doctor_document,
+    doctor_text,
+    facts_text,
+    listing_document,
+    listing_table,
+)
+from energylens.report.frontier import (
+    figure,
+    frontier_csv,
+    frontier_document,
+    frontier_infeasible_document,
+    frontier_plot,
+    frontier_table,
+)
+from energylens.report.prediction import infeasible_document, prediction_document, prediction_table
+from energylens.report.service import serving_document, serving_infeasible_document, serving_table
+from energylens.report.validation import validation_document, validation_table
+
+__all__ = [
+    "doctor_document",
+    "doctor_text",
+    "facts_text",
+    "figure",
+    "frontier_csv",
+    "frontier_document",
+    "frontier_infeasible_document",
+    "frontier_plot",
+    "frontier_table",
+    "infeasible_document",
+    "listing_document",
+    "listing_table",
+    "prediction_document",
+    "prediction_table",
+    "serving_document",
+    "serving_infeasible_document",
+    "serving_table",
+    "validation_document",
+    "validation_table",
+]

@@ -1,0 +1,345 @@
+"""The Pareto front of a search: a JSON document, CSV, a table with the commands, a plot."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from energylens.anchors import anchors_to_json
+from energylens.report.table import bundle_names, digits, memory, quantity, table
+from energylens.results import Frontier, Infeasible, ScoredConfig
+from energylens.spec.system import Parallelism
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.console import RenderableType
+    from rich.table import Table
+
+FRONTIER_SCHEMA = "energylens/frontier/v1"
+_FRONT_COLUMNS = {
+    "energy_per_token_j": ("J/token", "J"),
+    "energy_per_request_j": ("J/request", "J"),
+    "energy_per_prompt_j": ("J/prompt", "J"),
+    "ttft_s": ("TTFT", "s"),
+    "tpot_s": ("TPOT", "s"),
+    "throughput_per_gpu_tokens_s": ("tokens/s\nper GPU", ""),
+    "total_power_w": ("total", "W"),
+}
+"""Value of a configuration -> its column of the table, and its unit."""
+
+
+def frontier_document(frontier: Frontier, predict_command: str) -> dict[str, Any]:
+    """The ``energylens/frontier/v1`` document.
+
+    Args:
+        frontier: what was found.
+        predict_command: ``energylens predict SPEC …``, to which a configuration's own options are
+            added.
+    """
+    f = frontier
+    return {
+        "schema": FRONTIER_SCHEMA,
+        "spec": f.spec,
+        "device": f.device,
+        "engine": f.engine,
+        "gpus": f.gpus,
+        "prompt_len": f.prompt_len,
+        "gen_len": f.gen_len,
+        "feasible": True,
+        "reason": None,
+        "objectives": list(f.objectives),
+        "constraints": dict(f.constraints),
+        "counts": {
+            "tried": f.counts.tried,
+            "infeasible": f.counts.infeasible,
+            "filtered": f.counts.filtered,
+            "infeasible_by": dict(f.counts.infeasible_by),
+            "filtered_by": dict(f.counts.filtered_by),
+        },
+        "table_error": f.table_error,
+        "level": f.level,
+        "picks": [
+            {
+                "objective": name,
+                "id": f.best(name).id,
+                "tied": [c.id for c in f.front if name in c.tied_on],
+                "launch": launch_command(f, f.best(name)),
+                "predict": _predict_command(f, f.best(name), predict_command),
+            }
+            for name in f.objectives
+        ],
+        "configs": [_scored(c) for c in f.configs],
+        "source": str(f.source),
+        "bundles": [asdict(bundle) for bundle in f.bundles],
+        "anchors": anchors_to_json(f.anchors) if f.anchors else None,
+        "notes": list(f.notes),
+    }
+
+
+def frontier_infeasible_document(
+    infeasible: Infeasible, *, spec: str, device: str, engine: str, gpus: int
+) -> dict[str, Any]:
+    """The ``energylens/frontier/v1`` document of a search that left nothing."""
+    return {
+        "schema": FRONTIER_SCHEMA,
+        "spec": spec,
+        "device": device,
+        "engine": engine,
+        "gpus": gpus,
+        "feasible": False,
+        "reason": infeasible.reason,
+        "picks": [],
+        "configs": [],
+        "notes": [],
+    }
+
+
+def _scored(c: ScoredConfig) -> dict[str, Any]:
+    p = c.prediction
+    return {
+        "id": c.id,
+        "parallelism": {**asdict(c.parallelism), "gpus": c.parallelism.gpus},
+        "batch": c.batch,
+        "unused_gpus": c.unused_gpus,
+        **{name: value for name, value in c.values.items() if name != "gpus"},
+        "intervals": {name: list(ends) for name, ends in c.intervals.items()} or None,
+        "memory": memory(p.memory) if p else None,
+        "source": str(p.source) if p else None,
+        "exact": c.exact,
+        "filtered_by": list(c.filtered_by),
+        "on_frontier": c.on_frontier,
+        "rank": c.rank,
+        "dominated_by": c.dominated_by,
+        "best_of": list(c.best_of),
+        "tied_on": list(c.tied_on),
+    }
+
+
+def frontier_csv(frontier: Frontier) -> str:
+    """A line for each configuration, as `Frontier.rows` has them."""
+    rows = frontier.rows()
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def frontier_table(frontier: Frontier, predict_command: str) -> RenderableType:
+    """The exact part of the front, what it costs to choose otherwise, the counts, the commands.
+
+    Args:
+        frontier: what was found.
+        predict_command: as for `frontier_document`.
+    """
+    from rich.console import Group
+
+    f = frontier
+    pick = f.best(f.objectives[0])
+    launch = launch_command(f, pick)
+    if pick.parallelism.replicas > 1 and launch:
+        workers = pick.parallelism.workers
+        each = f"{workers} GPUs of its own" if workers > 1 else "a GPU of its own"
+        launch += f"   # {pick.parallelism.replicas} of these, each on {each}"
+    return Group(
+        f"{f.spec} on {f.gpus} x {f.device}, engine {f.engine}: prompt {f.prompt_len}, generate "
+        f"{f.gen_len}; objectives {', '.join(f.objectives)}",
+        _front_table(f),
+        *_front_lines(f),
+        *_trade_lines(f),
+        *_count_lines(f),
+        *(f"note: {note}" for note in f.notes),
+        _uncut(f"launch: {launch or _no_launch(f)}"),
+        _uncut(f"check: {_predict_command(f, pick, predict_command)}"),
+        f"device {f.device}, engine {f.engine}, bundle {bundle_names(f.bundles)}, weakest source: "
+        f"{f.source}",
+    )
+
+
+def _front_table(f: Frontier) -> Table:
+    shown = [c for c in f.front if c.exact]
+    columns = {n: v for n, v in _FRONT_COLUMNS.items() if n in shown[0].values} if shown else {}
+    rows = []
+    for c in shown:
+        p = c.parallelism
+        marks = [*(f"best {n}" for n in c.best_of), *(f"tied {n}" for n in c.tied_on)]
+        cells = [
+            f"{digits(c.values[n])} {unit}" if unit == "W" else quantity(c.values[n], unit)
+            for n, (_, unit) in columns.items()
+        ]
+        degrees = [str(n) for n in (p.tp, p.ep, p.dp, p.replicas, c.batch)]
+        rows.append((str(c.rank), *degrees, *cells, ", ".join(marks)))
+    names = ("rank", "tp", "ep", "dp", "replicas", "batch", *(t for t, _ in columns.values()), "")
+    return table("front", names, rows, text=(len(names) - 1,))
+
+
+def _front_lines(f: Frontier) -> Iterator[str]:
+    level = f"{100 * f.level:g} %"
+    if any(c.tied_on for c in f.front):
+        yield (
+            f"best, tied: of those predicted exactly; tied where the {level} intervals of that "
+            "objective overlap (they share errors, so an order may be surer than that)"
+        )
+    hidden = sum(not c.exact for c in f.front)
+    if hidden:
+        yield (
+            f"{hidden} more on the front, known to {100 * f.table_error:g} % from the table: "
+            "--json and --csv have them, --top predicts more of them exactly"
+        )
+    largest = max(c.batch for c in f.configs)
+    if any(c.batch == largest and c.best_of for c in f.front):
+        yield f"the best uses the largest batch that was tried, {largest}: --batch can go further"
+    if any(c.unused_gpus for c in f.front):
+        yield "some layouts leave GPUs unused: those are not in the energy or the power"
+
+
+def _trade_lines(f: Frontier) -> Iterator[str]:
+    """What the best by energy costs in latency, and the other way round."""
+    thrifty = next((n for n in f.objectives if n.startswith("energy")), None)
+    quick = next((n for n in f.objectives if n in ("tpot", "ttft")), None)
+    if thrifty is None or quick is None:
+        return
+    a, b = f.best(thrifty), f.best(quick)
+    joules, seconds = f"{thrifty}_j", f"{quick}_s"
+    if a is b:
+        yield f"{a.id} is the best by energy and by {quick.upper()}"
+        return
+    yield (
+        f"the best {thrifty} ({a.id}: {quantity(a.values[joules], 'J')}) costs "
+        f"{a.values[seconds] / b.values[seconds]:.3g} x the least {quick.upper()} "
+        f"({quantity(a.values[seconds], 's')} against {quantity(b.values[seconds], 's')}); "
+        f"the best {quick} ({b.id}) costs {b.values[joules] / a.values[joules]:.3g} x the least "
+        f"energy ({quantity(b.values[joules], 'J')})"
+    )
+
+
+def _count_lines(f: Frontier) -> Iterator[str]:
+    c = f.counts
+    yield (
+        f"{c.tried} configurations tried, {c.infeasible} cannot run, {c.filtered} miss a "
+        f"constraint, {sum(s.exact for s in f.configs)} predicted exactly"
+    )
+    for reason, n in sorted(c.infeasible_by.items(), key=lambda item: -item[1]):
+        yield f"  {n} cannot run: {reason}"
+    for name, n in c.filtered_by.items():
+        yield f"  {n} miss {name} {f.constraints[name]:g}"
+
+
+def launch_command(f: Frontier, config: ScoredConfig) -> str | None:
+    """The command that starts one replica of a configuration; None where the engine has none."""
+    p = config.parallelism
+    if f.engine != "vllm" or p.ep not in (1, p.workers):
+        return None
+    options = [f"--tensor-parallel-size {p.tp}"]
+    if p.dp > 1:
+        options.append(f"--data-parallel-size {p.dp}")
+    if p.ep > 1:
+        options.append("--enable-expert-parallel")
+    options.append(f"--max-num-seqs {-(-config.batch // p.dp)}")
+    if f.batch_tokens:
+        options.append(f"--max-num-batched-tokens {f.batch_tokens}")
+    options.append(f"--max-model-len {f.prompt_len + f.gen_len}")
+    return f"vllm serve {f.source_id.split()[0] if f.source_id else f.spec} {' '.join(options)}"
+
+
+def _uncut(text: str) -> Table:
+    """A line to copy: never wrapped, however narrow the terminal is."""
+    from rich.table import Table
+
+    line = Table.grid()
+    line.add_column(min_width=len(text), no_wrap=True)
+    line.add_row(text)
+    return line
+
+
+def _no_launch(f: Frontier) -> str:
+    if f.engine != "vllm":
+        return f"no server of engine {f.engine} is known"
+    return "none, vllm spreads experts over all workers or over none"
+
+
+def _predict_command(f: Frontier, config: ScoredConfig, command: str) -> str:
+    degrees = asdict(config.parallelism)
+    options = "".join(f" --{name} {n}" for name, n in degrees.items() if n > 1)
+    lengths = f"--prompt-len {f.prompt_len} --gen-len {f.gen_len}"
+    return f"{command}{options} --batch {config.batch} {lengths}"
+
+
+def figure() -> type[Figure]:
+    """The door to the plotting library.
+
+    Raises:
+        ModuleNotFoundError: it is not installed.
+    """
+    from matplotlib.figure import Figure
+
+    return Figure
+
+
+def frontier_plot(frontier: Frontier, path: Path) -> None:
+    """Energy per token against time per token of all that meet the constraints, as an image.
+
+    Args:
+        frontier: what was found, of requests that generate at least two tokens.
+        path: file to write; its suffix says which format.
+    """
+    f = frontier
+    canvas = figure()(figsize=(9, 6), layout="constrained")
+    axes = canvas.add_subplot(
+        xscale="log", yscale="log", xlabel="time per token (TPOT), ms", ylabel="energy per token, J"
+    )
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("{x:g}")
+    layouts: dict[Parallelism, list[ScoredConfig]] = {}
+    for c in f.configs:
+        if not c.filtered_by:
+            layouts.setdefault(c.parallelism, []).append(c)
+    # Layouts without a point on the front stay in the background, under one name.
+    on_front = {p: own for p, own in layouts.items() if any(c.on_frontier for c in own)}
+    beaten = [c for p, own in layouts.items() if p not in on_front for c in own]
+    if beaten:
+        axes.scatter(*_plotted(beaten), s=5, color="0.85", label="layouts off the front")
+    for i, (parallelism, own) in enumerate(on_front.items()):
+        degrees = {n: d for n, d in asdict(parallelism).items() if d > 1 and n != "replicas"}
+        name = " ".join(f"{n}{d}" for n, d in degrees.items()) or "tp1"
+        label = f"{name} x {parallelism.replicas}" if parallelism.replicas > 1 else name
+        axes.scatter(
+            *_plotted(own), s=9, color=f"C{i % 10}", marker="osD^v"[i // 10 % 5], label=label
+        )
+    front = sorted(f.front, key=lambda c: c.values["tpot_s"])
+    axes.plot(*_plotted(front), color="black", linewidth=0.8, label="front", zorder=1.5)
+    middle = math.sqrt(front[0].values["tpot_s"] * front[-1].values["tpot_s"])
+    for c in {c.id: c for name in f.objectives for c in (f.best(name),)}.values():
+        (x,), (y,) = _plotted([c])
+        right = c.values["tpot_s"] > middle
+        axes.annotate(
+            f"best {', '.join(c.best_of)}\nbatch {c.batch}",
+            (x, y),
+            xytext=(-12 if right else 12, -28 if right else 12),
+            textcoords="offset points",
+            horizontalalignment="right" if right else "left",
+            arrowprops={"arrowstyle": "-"},
+            fontsize="small",
+        )
+    axes.margins(0.12)
+    axes.grid(which="both", linewidth=0.3)
+    axes.legend(fontsize="small")
+    lengths = f"prompt {f.prompt_len}, generate {f.gen_len}"
+    axes.set_title(f"{f.spec} on {f.gpus} x {f.device}, {f.engine}: {lengths}")
+    temporary = path.with_name(f".{path.stem}.tmp{path.suffix}")
+    canvas.savefig(temporary, dpi=150)
+    temporary.replace(path)
+
+
+def _plotted(configs: Sequence[ScoredConfig]) -> tuple[list[float], list[float]]:
+    """Milliseconds and joules per token."""
+    return (
+        [1e3 * c.values["tpot_s"] for c in configs],
+        [c.values["energy_per_token_j"] for c in configs],
+    )

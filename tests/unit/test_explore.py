@@ -1,0 +1,382 @@
+"""The search for a front: against predicting everything, its constraints, its errors, its verb."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from energylens.cli import main
+from energylens.errors import OutOfRangeError, SpecError
+from energylens.explore import OBJECTIVES, TABLE_ERROR, Constraints, SearchSpace, explore
+from energylens.explore.front import exact_values
+from energylens.predict import Catalogue, predict
+from energylens.results import Frontier, Infeasible, Prediction
+from energylens.spec.system import Config, Parallelism, Workload
+
+pytestmark = pytest.mark.usefixtures("no_debug")
+
+Capture = pytest.CaptureFixture[str]
+
+CATALOGUE = Catalogue()
+H200 = CATALOGUE.device("h200")
+ALL = 100_000
+"""More exact predictions than any search here has configurations."""
+
+
+def search(spec: str = "llama3_8b", engine: str = "vllm", **rest: object) -> Frontier | Infeasible:
+    profile = CATALOGUE.engine(engine)
+    gpus = rest.pop("gpus", 2)
+    return explore(
+        CATALOGUE.spec(spec),
+        engine=profile,
+        device=H200,
+        gpus=gpus,  # type: ignore[arg-type]
+        bundles=CATALOGUE.bundles(H200, profile),
+        link=CATALOGUE.link(H200, 8),
+        **rest,  # type: ignore[arg-type]
+    )
+
+
+def found(spec: str = "llama3_8b", engine: str = "vllm", **rest: object) -> Frontier:
+    result = search(spec, engine, **rest)
+    assert isinstance(result, Frontier), result
+    return result
+
+
+def exactly(frontier: Frontier, batch: int, parallelism: Parallelism) -> Prediction:
+    engine = CATALOGUE.engine(frontier.engine)
+    result = predict(
+        CATALOGUE.spec(frontier.spec),
+        engine=engine,
+        device=H200,
+        config=Config(parallelism=parallelism),
+        workload=Workload(batch=batch, prompt_len=frontier.prompt_len, gen_len=frontier.gen_len),
+        bundles=CATALOGUE.bundles(H200, engine),
+        link=CATALOGUE.link(H200, 8),
+    )
+    assert isinstance(result, Prediction), result
+    return result
+
+
+CASES = [
+    ("llama3_8b", "vllm", 2, (1, 2, 7, 8, 9, 33, 64), 1024, 128),
+    ("llama3_8b", "vllm", 3, (1, 3, 17, 60, 61), 777, 3),
+    ("llama3_8b", "hf", 2, (1, 8, 9), 512, 64),
+    ("qwen3_moe", "vllm", 4, (5, 100), 1000, 200),
+]
+
+
+@pytest.mark.parametrize(("spec", "engine", "gpus", "batches", "prompt", "gen"), CASES)
+def test_the_front_is_that_of_predicting_every_configuration(
+    spec: str, engine: str, gpus: int, batches: tuple[int, ...], prompt: int, gen: int
+) -> None:
+    f = found(
+        spec,
+        engine,
+        gpus=gpus,
+        prompt_len=prompt,
+        gen_len=gen,
+        space=SearchSpace(batches=batches),
+        objectives=("energy_per_request", "tpot", "throughput_per_gpu"),
+        exact=ALL,
+    )
+    values = {
+        c.id: {n: v for n, (v, _, _) in exact_values(exactly(f, c.batch, c.parallelism)).items()}
+        for c in f.configs
+    }
+    costs = {
+        i: [sign * v[name] for name, sign in (OBJECTIVES[o] for o in f.objectives)]
+        for i, v in values.items()
+    }
+
+    def beaten(own: list[float]) -> bool:
+        return any(
+            all(a <= b for a, b in zip(other, own, strict=True)) and other != own
+            for other in costs.values()
+        )
+
+    front = {i for i, own in costs.items() if not beaten(own)}
+    assert {c.id for c in f.front} == front
+    assert all(c.exact for c in f.front)
+    for c in f.configs:
+        for name, value in values[c.id].items():
+            assert c.values[name] == pytest.approx(value, rel=1e-12 if c.exact else TABLE_ERROR)
+    ranked = sorted(f.front, key=lambda c: c.values["energy_per_request_j"])
+    assert [c.id for c in f.front] == [c.id for c in ranked]
+
+
+@pytest.mark.parametrize(
+    ("spec", "prompt", "gen"), [("llama3_70b", 2048, 512), ("qwen3_moe", 333, 1500)]
+)
+def test_the_table_is_as_good_as_it_says(spec: str, prompt: int, gen: int) -> None:
+    space = SearchSpace(batches=range(1, 200), tp=(2, 4), dp=(1,))
+    f = found(spec, gpus=4, prompt_len=prompt, gen_len=gen, space=space, exact=1)
+    rows = [c for c in f.configs if not c.exact]
+    for c in rows[:: len(rows) // 8]:
+        for name, (value, _, _) in exact_values(exactly(f, c.batch, c.parallelism)).items():
+            assert c.values[name] == pytest.approx(value, rel=TABLE_ERROR), (c.id, name)
+
+
+def test_a_limited_search_knows_the_best_exactly_and_the_rest_from_the_table() -> None:
+    space = SearchSpace(batches=range(1, 33))
+    f, whole = found(space=space, exact=6), found(space=space, exact=ALL)
+    assert 6 <= sum(c.exact for c in f.configs) <= 12
+    assert len(f.front) > 6
+    for name in f.objectives:
+        value = OBJECTIVES[name][0]
+        best, truth = f.best(name), whole.best(name)
+        assert best.exact and best.on_frontier
+        assert best.values[value] == pytest.approx(truth.values[value], rel=TABLE_ERROR)
+        low, high = best.intervals[value]
+        assert low < best.values[value] < high
+        for c in f.configs:
+            overlaps = c.exact and c.intervals[value][0] <= high and low <= c.intervals[value][1]
+            assert (name in c.tied_on) == (overlaps and c is not best)
+
+
+def test_counts_add_up_and_say_why() -> None:
+    f = found(
+        "llama3_70b",
+        gpus=4,
+        prompt_len=2048,
+        gen_len=512,
+        space=SearchSpace(batches=(1, 4, 8, 400), tp=(1, 2, 3, 4, 8)),
+        constraints=Constraints(max_tpot_s=0.03),
+    )
+    counts = f.counts
+    assert counts.tried == 20
+    assert counts.infeasible == sum(counts.infeasible_by.values()) == 20 - len(f.configs)
+    assert counts.filtered == sum(bool(c.filtered_by) for c in f.configs)
+    assert counts.filtered_by == {"max_tpot_s": counts.filtered}
+    reasons = " / ".join(counts.infeasible_by)
+    assert "tp=3 does not divide" in reasons
+    assert "tp=8, dp=1: more than 4 GPUs" in reasons
+    assert "memory: tp=1, ep=1, dp=1 at batches above 4" in reasons
+    assert all(c.values["tpot_s"] <= 0.03 for c in f.front)
+    assert all(c.rank is None and not c.on_frontier for c in f.configs if c.filtered_by)
+
+
+def test_replicas_fill_the_gpus_and_the_rest_is_not_counted() -> None:
+    f = found(gpus=7, space=SearchSpace(batches=(4,)), exact=ALL, objectives=tuple(OBJECTIVES))
+    by_tp = {c.parallelism.tp: c for c in f.configs}
+    assert {tp: (c.parallelism.replicas, c.unused_gpus) for tp, c in by_tp.items()} == {
+        1: (7, 0),
+        2: (3, 1),
+        4: (1, 3),
+    }
+    for c in f.configs:
+        v = c.values
+        assert v["gpus"] == c.parallelism.gpus == 7 - c.unused_gpus
+        assert v["throughput_tokens_s"] == pytest.approx(
+            4 * c.parallelism.replicas / v["tpot_s"], rel=1e-9
+        )
+
+
+def test_nothing_that_meets_names_the_closest_and_what_it_misses() -> None:
+    space = SearchSpace(batches=(1, 8))
+    result = search(space=space, constraints=Constraints(max_tpot_s=1e-4, max_power_w=9e3))
+    assert isinstance(result, Infeasible)
+    assert "the closest is tp=2, ep=1, dp=1 with 1 replicas at batch 1" in result.reason
+    assert "against max_tpot_s 0.0001" in result.reason
+    assert "max_power_w" not in result.reason
+
+
+def test_nothing_that_fits_says_how_much_is_missing() -> None:
+    result = search("llama3_70b", gpus=1, space=SearchSpace(batches=(64, 128)))
+    assert isinstance(result, Infeasible)
+    assert "GB more than the 150.8 GB of each GPU at batch 64" in result.reason
+    assert result.memory is not None and not result.memory.fits
+
+
+def test_a_power_limit_that_cannot_be_held_is_a_reason() -> None:
+    result = search(power_limit_w=135.0, space=SearchSpace(batches=(256,), tp=(1,)))
+    assert isinstance(result, Infeasible)
+    assert "cannot hold" in result.reason
+
+
+def test_one_token_needs_other_objectives() -> None:
+    with pytest.raises(SpecError, match="energy_per_prompt and ttft"):
+        search(gen_len=1)
+    f = found(
+        gen_len=1,
+        objectives=("energy_per_prompt", "ttft"),
+        space=SearchSpace(batches=(1, 8)),
+    )
+    assert "tpot_s" not in f.front[0].values
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "told"),
+    [
+        ({"objectives": ("speed",)}, SpecError, "unknown 'speed'; allowed: energy_per_token"),
+        ({"objectives": ()}, SpecError, "none given"),
+        ({"gpus": 0}, OutOfRangeError, "gpus must be at least 1"),
+        ({"exact": 0}, OutOfRangeError, "exact must be at least 1"),
+        ({"power_limit_w": 1e4}, SpecError, "allows up to 700 W"),
+        ({"space": SearchSpace(tp=(4, 8))}, SpecError, "no layout asked for fits on 2 GPUs"),
+        ({"constraints": Constraints(max_ttft_s=-1.0)}, OutOfRangeError, "max_ttft_s"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    wrong: dict[str, object], error: type[Exception], told: str
+) -> None:
+    with pytest.raises(error, match=told):
+        search(**wrong)
+    with pytest.raises(OutOfRangeError, match="batches: every value must be at least 1, not 0"):
+        SearchSpace(batches=(0, 1))
+
+
+def test_rows_are_flat_and_alike() -> None:
+    rows = found(space=SearchSpace(batches=(1, 8))).rows()
+    assert len({tuple(row) for row in rows}) == 1
+    assert all(isinstance(v, str | int | float | None) for row in rows for v in row.values())
+
+
+# ---------------------------------------------------------------- the verb
+
+SMALL = ["explore", "llama3_8b", "--gpus", "2", "--batch", "1..4,16"]
+
+
+def test_the_document_holds_every_configuration(capsys: Capture, tmp_path: Path) -> None:
+    path = tmp_path / "new" / "all.csv"
+    assert main([*SMALL, "--max-tpot-ms", "6", "--json", "--csv", str(path)]) == 0
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    assert err == ""
+    assert document["schema"] == "energylens/frontier/v1"
+    assert document["objectives"] == ["energy_per_token", "tpot"]
+    assert document["constraints"] == {"max_tpot_s": 0.006}
+    configs = {c["id"]: c for c in document["configs"]}
+    counts = document["counts"]
+    assert counts["tried"] == 10 == len(configs) + counts["infeasible"]
+    for c in configs.values():
+        places = [c["on_frontier"], c["dominated_by"] is not None, bool(c["filtered_by"])]
+        assert sum(places) == 1, c
+        assert (c["intervals"] is not None) == c["exact"] == (c["memory"] is not None)
+        if c["dominated_by"]:
+            assert configs[c["dominated_by"]]["on_frontier"]
+    with path.open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["id"] for row in rows] == list(configs)
+    assert [float(row["tpot_s"]) for row in rows] == [c["tpot_s"] for c in configs.values()]
+
+
+def test_the_line_that_reproduces_a_number_does(capsys: Capture) -> None:
+    arguments = ["explore", "qwen3_moe", "--gpus", "4", "--batch", "24", "--dp", "2", "--ep", "4"]
+    assert main([*arguments, "--tp", "2", "--routing", "zipf:1.1", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    pick, (config,) = document["picks"][0], document["configs"]
+    assert pick["launch"] == (
+        "vllm serve Qwen/Qwen3-30B-A3B --tensor-parallel-size 2 --data-parallel-size 2 "
+        "--enable-expert-parallel --max-num-seqs 12 --max-num-batched-tokens 16384 "
+        "--max-model-len 1152"
+    )
+    program, *again = pick["predict"].split()
+    assert program == "energylens"
+    assert main([*again, "--json"]) == 0
+    predicted = json.loads(capsys.readouterr().out)
+    assert predicted["energy_per_token_j"] == config["energy_per_token_j"]
+    assert predicted["tpot_s"] == config["tpot_s"]
+
+
+def test_experts_over_some_workers_have_no_launch_command(capsys: Capture) -> None:
+    arguments = ["explore", "qwen3_moe", "--gpus", "4", "--batch", "4", "--tp", "4", "--ep", "2"]
+    assert main(arguments) == 0
+    assert "launch: none, vllm spreads experts over all" in capsys.readouterr().out
+    assert main(["explore", "llama3_8b", "--gpus", "1", "--batch", "4", "--engine", "hf"]) == 0
+    assert "launch: no server of engine hf is known" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("columns", ["60", "200"])
+def test_the_table_says_what_to_choose_and_what_it_costs(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert main([*SMALL, "--max-tpot-ms", "6"]) == 0
+    out = capsys.readouterr().out
+    assert "…" not in out
+    lines = out.splitlines()
+    launch = next(line for line in lines if line.startswith("launch: "))
+    assert launch.startswith("launch: vllm serve meta-llama/Llama-3.1-8B --tensor-parallel-size ")
+    assert any(line.startswith("check: energylens predict llama3_8b ") for line in lines)
+    assert "best energy_per_token" in out
+    assert "the best tpot (tp2-ep1-dp1-b1) costs" in " ".join(out.split())
+    assert "10 configurations tried" in out
+
+
+def test_the_plot_is_an_image(capsys: Capture, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "front.png"
+    assert main([*SMALL, "--plot", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert [p.name for p in tmp_path.iterdir()] == ["front.png"]
+
+
+def test_a_missing_plotting_library_is_told_before_the_work(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def missing() -> None:
+        raise ModuleNotFoundError("no", name="matplotlib")
+
+    monkeypatch.setattr("energylens.report.figure", missing)
+    assert main([*SMALL, "--plot", str(tmp_path / "a.png")]) == 2
+    assert "matplotlib is not installed; pip install '.[plot]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("extra", "told"),
+    [
+        (["--batch", "0"], "--batch: '0' found, and must be a number above 0 or FIRST..LAST"),
+        (["--batch", "9..3"], "--batch: '9..3' found"),
+        (["--batch", ","], "--batch: ',' names no number"),
+        (["--tp", "two"], "--tp: 'two' found"),
+        (["--objective", "energy_per_token,speed"], "unknown 'speed'; allowed: energy_per_token"),
+        (["--max-tpot-ms", "0"], "--max-tpot-ms: 0 found, and must be a number above 0"),
+        (["--plot", "front.txt"], "--plot: front.txt found, and must end in .png, .svg, .pdf"),
+        (["--plot", "front.png", "--gen-len", "1"], "--plot is about time per token"),
+        (["--csv", "/dev/null/no/a.csv"], "--csv: /dev/null/no/a.csv cannot be written"),
+        (["--tp", "4"], "no layout asked for fits on 2 GPUs"),
+        (["--engine", "nobody"], "unknown engine"),
+        (["--top", "0"], "at least 1"),
+    ],
+)
+def test_bad_input_is_one_line_before_the_work(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, extra: list[str], told: str
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        pytest.fail("worked before it complained")
+
+    monkeypatch.setattr("energylens.explore.search.predict", refuse)
+    assert main([*SMALL, *extra]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert told in err
+    assert err.count("\n") == 1
+
+
+def test_nothing_left_exits_with_3_and_a_document(capsys: Capture) -> None:
+    assert main([*SMALL, "--min-throughput", "1e9", "--json"]) == 3
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    assert document["feasible"] is False
+    assert document["configs"] == []
+    assert document["reason"] in err
+    assert "misses throughput_tokens_s" in document["reason"]
+
+
+def test_an_engine_without_limits_is_searched_too() -> None:
+    engine = replace(CATALOGUE.engine("vllm"), serving=None)
+    f = explore(
+        CATALOGUE.spec("llama3_8b"),
+        engine=engine,
+        device=H200,
+        gpus=1,
+        space=SearchSpace(batches=(1, 40)),
+    )
+    assert isinstance(f, Frontier)
+    assert f.batch_tokens is None
+    assert f.source.name == "ROOFLINE"

@@ -8,7 +8,6 @@ each search are predicted exactly and compared with the table (0: none).
 
 from __future__ import annotations
 
-import os
 import random
 import resource
 import subprocess
@@ -16,6 +15,7 @@ import sys
 import time
 
 import numpy as np
+from predict_speed import timed
 
 from energylens.explore import SearchSpace, explore
 from energylens.explore.front import exact_values
@@ -85,16 +85,8 @@ def search(name: str, sample: int) -> None:
 
 def main(sample: int) -> None:
     """Run the whole command, then every search in a process of its own."""
-    start = time.perf_counter()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "energylens", *COMMAND], stdout=subprocess.DEVNULL
-    )
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise SystemExit(f"energylens {' '.join(COMMAND)} failed with {process.returncode}")
-    wall = time.perf_counter() - start
-    print(f"energylens {' '.join(COMMAND)}: {wall:.2f} s, {usage.ru_maxrss / 1024:.0f} MiB")
+    wall, peak_mib = timed(COMMAND)
+    print(f"energylens {' '.join(COMMAND)}: {wall:.2f} s, {peak_mib:.0f} MiB")
     for name in SEARCHES:
         subprocess.run([sys.executable, __file__, str(sample), name], check=True)
 

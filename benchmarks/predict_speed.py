@@ -10,24 +10,27 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 COMMAND = ("predict", "llama3_70b", "--engine", "hf", "--tp", "2", "--json")
 
 
+def timed(command: Sequence[str]) -> tuple[float, float]:
+    """Seconds and peak MiB of one whole ``energylens`` process, from its start to its end."""
+    start = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "energylens", *command], stdout=subprocess.DEVNULL
+    )
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"energylens {' '.join(command)} failed with {process.returncode}")
+    return time.perf_counter() - start, usage.ru_maxrss / 1024
+
+
 def main(runs: int) -> None:
     """Run the command ``runs`` times and print what it took."""
-    walls, peaks = [], []
-    for _ in range(runs):
-        start = time.perf_counter()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "energylens", *COMMAND], stdout=subprocess.DEVNULL
-        )
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode:
-            raise SystemExit(f"energylens {' '.join(COMMAND)} failed with {process.returncode}")
-        walls.append(time.perf_counter() - start)
-        peaks.append(usage.ru_maxrss / 1024)
+    walls, peaks = zip(*(timed(COMMAND) for _ in range(runs)), strict=True)
     print(
         f"wall: median {statistics.median(walls):.3f} s, worst {max(walls):.3f} s; "
         f"peak memory {max(peaks):.0f} MiB ({runs} runs)"

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from command import Capture, error_of, run_json
 
 from energylens.cli import main
 from energylens.spec.load import data_dir
@@ -16,24 +17,6 @@ from energylens.spec.load import data_dir
 MODEL = ("predict", "llama3_8b", "--engine", "hf")
 
 pytestmark = pytest.mark.usefixtures("no_debug")
-
-Capture = pytest.CaptureFixture[str]
-
-
-def run_json(capsys: Capture, *arguments: str) -> dict[str, object]:
-    assert main([*arguments, "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert isinstance(document, dict)
-    return document
-
-
-def error_of(capsys: Capture, *arguments: str, code: int = 2) -> str:
-    """The one line of a run that fails with ``code`` and leaves stdout empty."""
-    assert main(list(arguments)) == code
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1, err
-    return err.strip()
 
 
 def test_json_is_one_document_and_all_that_stdout_holds(capsys: Capture) -> None:

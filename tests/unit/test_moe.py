@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import pytest
 import yaml
+from command import Capture, error_of, run_json
 
 from energylens.cli import main
 from energylens.errors import SpecError
@@ -28,24 +28,6 @@ LAYERS, WIDTH, HIDDEN, EXPERTS, TOPK = 48, 2048, 768, 128, 8  # of Qwen3-30B-A3B
 MODEL = ("predict", "qwen3_moe", "--phase", "decode", "--batch", "8")
 
 pytestmark = pytest.mark.usefixtures("no_debug")
-
-Capture = pytest.CaptureFixture[str]
-
-
-def run_json(capsys: Capture, *arguments: str) -> dict[str, Any]:
-    assert main([*arguments, "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert isinstance(document, dict)
-    return document
-
-
-def error_of(capsys: Capture, *arguments: str, code: int = 2) -> str:
-    """The one line of a run that fails with ``code`` and leaves stdout empty."""
-    assert main(list(arguments)) == code
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1, err
-    return err.strip()
 
 
 def write(folder: Path, *lines: str) -> str:

@@ -49,6 +49,9 @@ _EXTRAS = {
 }
 """Optional library -> the extra that brings it."""
 
+_MAX_INTEGER = 65536
+"""Largest batch or degree of a list; longer ranges would fill the memory before any is tried."""
+
 _T = TypeVar("_T")
 
 # Base of every complaint about arguments; typer exports only this subclass of it.
@@ -881,6 +884,8 @@ def _integers(option: str, text: str) -> tuple[int, ...]:
                 f"{option}: {part!r} found, and must be a number above 0 or FIRST..LAST, "
                 "e.g. 1,2,4 or 1..256"
             )
+        if int(ends[1]) > _MAX_INTEGER:
+            raise SpecError(f"{option}: {ends[1]} found, and must be at most {_MAX_INTEGER}")
         found += range(int(ends[0]), int(ends[1]) + 1)
     if not found:
         raise SpecError(f"{option}: {text!r} names no number; give e.g. 1,2,4 or 1..256")

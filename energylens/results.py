@@ -454,6 +454,8 @@ class Frontier:
     Attributes:
         source_id: where the spec says that the model is from.
         batch_tokens: most new tokens of a step of each worker group; None where there is no limit.
+        captured_tokens: of the largest step that runs as captured graphs; None where that is no
+            setting of the engine's.
         objectives: by name, the first one ranks; constraints: by name, what was asked for.
         configs: all that fit the memory, by layout and batch.
         table_error: relative error of the values that are not exact, at most as far as was seen.
@@ -468,6 +470,7 @@ class Frontier:
     prompt_len: int
     gen_len: int
     batch_tokens: int | None
+    captured_tokens: int | None
     objectives: tuple[str, ...]
     constraints: Mapping[str, float]
     configs: tuple[ScoredConfig, ...]

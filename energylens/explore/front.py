@@ -35,6 +35,8 @@ TABLE_ERROR = 0.02
 decode steps and prefills: 1.7 % at most (one step of a long generation), 0.1 % in the mean."""
 
 _CHUNK_ROWS = 256  # of a comparison of all with the front
+_TIE_DECIMALS = 9  # of the logarithms of objectives: below is rounding, e.g. of steps at host time
+_REFUSED_ROUNDS = 5  # times the limit: rows that may turn out unable to run, e.g. at a power limit
 
 LIMITED = {
     "max_ttft_s": ("ttft_s", 1),
@@ -96,9 +98,10 @@ class Choice:
 
     @property
     def costs(self) -> Array:
-        """Logarithms of the objectives, [rows, objectives]; less is better."""
+        """Logarithms of the objectives, [rows, objectives]; less is better, equal is a tie."""
         columns = [OBJECTIVES[name] for name in self.objectives]
-        return np.column_stack([sign * np.log(self.table.values[v]) for v, sign in columns])
+        logs = np.column_stack([sign * np.log(self.table.values[v]) for v, sign in columns])
+        return logs.round(_TIE_DECIMALS)
 
     @property
     def excess(self) -> Array:
@@ -119,9 +122,21 @@ class Choice:
         found = rows[pareto(costs[rows])]
         return found[np.lexsort(costs[found].T[::-1])]
 
+    @property
+    def known(self) -> list[int]:
+        """Rows that are predicted exactly and keep every constraint."""
+        meets = self.meets
+        return [row for row, p in self.exact.items() if isinstance(p, Prediction) and meets[row]]
+
     def next_rows(self) -> list[int]:
-        """Rows to predict exactly next: candidates for the front, as many as the limit allows."""
-        room, costs = self.limit - len(self.exact), self.costs
+        """Rows to predict exactly next: candidates for the front, as many as the limit allows.
+
+        Rows that turned out unable to run do not count, within reason.
+        """
+        refused = sum(isinstance(p, Infeasible) for p in self.exact.values())
+        if refused > _REFUSED_ROUNDS * self.limit:
+            return []
+        room, costs = self.limit + refused - len(self.exact), self.costs
         front = self.front
         front = front[~np.isin(front, list(self.exact))]
         if len(front) > room:  # of too many, those that look the best
@@ -144,7 +159,11 @@ class Choice:
         """The best by each objective, then always the one farthest from all that are known."""
         if room < 1:  # what looks like the best is always known exactly, within reason
             rows = np.flatnonzero(self.meets)
-            best = {int(rows[costs[rows, j].argmin()]) for j in range(costs.shape[1]) if rows.size}
+            best = {
+                min(rows.tolist(), key=lambda row: _by_one(costs, row, j))
+                for j in range(costs.shape[1])
+                if rows.size
+            }
             return sorted(best - set(self.exact)) if room > -self.limit else []
         done = [row for row, p in self.exact.items() if isinstance(p, Prediction)]
         bests = (
@@ -213,16 +232,16 @@ def scored_configs(chosen: Choice, gpus: int) -> tuple[ScoredConfig, ...]:
 
 def _marks(chosen: Choice) -> dict[int, tuple[tuple[str, ...], tuple[str, ...]]]:
     """Row -> objectives by which it is the best of the exact ones, and by which it ties with it."""
-    costs, meets = chosen.costs, chosen.meets
+    costs = chosen.costs
     values = {
         row: exact_values(p)
-        for row, p in chosen.exact.items()
-        if isinstance(p, Prediction) and meets[row]
+        for row in chosen.known
+        if isinstance(p := chosen.exact[row], Prediction)
     }
     best: dict[int, list[str]] = {row: [] for row in values}
     tied: dict[int, list[str]] = {row: [] for row in values}
     for j, name in enumerate(chosen.objectives if values else ()):
-        winner = min(values, key=lambda row: (costs[row, j], row))
+        winner = min(values, key=lambda row: _by_one(costs, row, j))
         best[winner].append(name)
         _, low, high = values[winner][OBJECTIVES[name][0]]
         for row, own in values.items():
@@ -230,6 +249,11 @@ def _marks(chosen: Choice) -> dict[int, tuple[tuple[str, ...], tuple[str, ...]]]
             if row != winner and own_low <= high and low <= own_high:
                 tied[row].append(name)
     return {row: (tuple(best[row]), tuple(tied[row])) for row in values}
+
+
+def _by_one(costs: Array, row: int, j: int) -> tuple[float, ...]:
+    """Key of an order by objective ``j``, then by the others, so that the first is on the front."""
+    return (float(costs[row, j]), *costs[row].tolist(), row)
 
 
 def exact_values(p: Prediction) -> dict[str, tuple[float, float, float]]:

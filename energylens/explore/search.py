@@ -171,7 +171,7 @@ def explore(
         table=table, objectives=tuple(objectives), constraints=constraints.given(), limit=exact
     )
     search.refine(chosen)
-    if not chosen.meets.any():
+    if not chosen.known:
         return Infeasible(reason=search.nothing_meets(chosen))
     return search.frontier(chosen)
 
@@ -346,8 +346,14 @@ class _Search:
     def nothing_meets(self, chosen: Choice) -> str:
         """Which configuration comes closest to all constraints, and what it misses."""
         table, excess = chosen.table, chosen.excess
+        predictions = [p for p in chosen.exact.values() if isinstance(p, Prediction)]
         if not table.runs.any():
             return f"no configuration of {self.spec.name} can run: {'; '.join(self.infeasible)}"
+        if chosen.meets.any() and not predictions:
+            return (
+                f"none of the {len(chosen.exact)} configurations of {self.spec.name} that look the "
+                f"best can run: {'; '.join(self.infeasible)}"
+            )
         worst = np.where(table.runs, excess.max(axis=1, initial=-np.inf), np.inf)
         row = int(worst.argmin())
         missed = []
@@ -381,6 +387,7 @@ class _Search:
             prompt_len=self.workload.prompt_len,
             gen_len=self.workload.gen_len,
             batch_tokens=serving.offline_batch_tokens if serving else None,
+            captured_tokens=max(serving.capture_sizes) if serving else None,
             objectives=chosen.objectives,
             constraints=MappingProxyType(dict(chosen.constraints)),
             configs=configs,

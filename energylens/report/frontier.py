@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -192,7 +193,14 @@ def _front_lines(f: Frontier) -> Iterator[str]:
             "--json and --csv have them, --top predicts more of them exactly"
         )
     largest = max(c.batch for c in f.configs)
-    if any(c.batch == largest and c.best_of for c in f.front):
+    # Where memory already cut the batches of a layout, larger ones cannot run.
+    cut = [reason for reason in f.counts.infeasible_by if reason.startswith("memory: ")]
+
+    def open_ended(p: Parallelism) -> bool:
+        own = f"memory: tp={p.tp}, ep={p.ep}, dp={p.dp} at "
+        return not any(reason.startswith(own) for reason in cut)
+
+    if any(c.batch == largest and c.best_of and open_ended(c.parallelism) for c in f.front):
         yield f"the best uses the largest batch that was tried, {largest}: --batch can go further"
     if any(c.unused_gpus for c in f.front):
         yield "some layouts leave GPUs unused: those are not in the energy or the power"
@@ -240,11 +248,16 @@ def launch_command(f: Frontier, config: ScoredConfig) -> str | None:
         options.append(f"--data-parallel-size {p.dp}")
     if p.ep > 1:
         options.append("--enable-expert-parallel")
-    options.append(f"--max-num-seqs {-(-config.batch // p.dp)}")
+    sequences = -(-config.batch // p.dp)
+    options.append(f"--max-num-seqs {sequences}")
+    if f.captured_tokens and 2 * sequences < f.captured_tokens:
+        # vLLM captures steps of twice the sequences; more were priced as captured.
+        options.append(f"--max-cudagraph-capture-size {f.captured_tokens}")
     if f.batch_tokens:
         options.append(f"--max-num-batched-tokens {f.batch_tokens}")
     options.append(f"--max-model-len {f.prompt_len + f.gen_len}")
-    return f"vllm serve {f.source_id.split()[0] if f.source_id else f.spec} {' '.join(options)}"
+    model = f.source_id.split()[0] if f.source_id.split() else f.spec
+    return f"vllm serve {shlex.quote(model)} {' '.join(options)}"
 
 
 def _uncut(text: str) -> Table:
@@ -313,7 +326,10 @@ def frontier_plot(frontier: Frontier, path: Path) -> None:
             *_plotted(own), s=9, color=f"C{i % 10}", marker="osD^v"[i // 10 % 5], label=label
         )
     front = sorted(f.front, key=lambda c: c.values["tpot_s"])
-    axes.plot(*_plotted(front), color="black", linewidth=0.8, label="front", zorder=1.5)
+    if set(f.objectives) == {"energy_per_token", "tpot"}:
+        axes.plot(*_plotted(front), color="black", linewidth=0.8, label="front", zorder=1.5)
+    else:  # the front of other objectives is no line on these axes
+        axes.scatter(*_plotted(front), s=36, facecolors="none", edgecolors="black", label="front")
     middle = math.sqrt(front[0].values["tpot_s"] * front[-1].values["tpot_s"])
     for c in {c.id: c for name in f.objectives for c in (f.best(name),)}.values():
         (x,), (y,) = _plotted([c])

@@ -14,6 +14,7 @@ from energylens.errors import OutOfRangeError, SpecError
 from energylens.explore import OBJECTIVES, TABLE_ERROR, Constraints, SearchSpace, explore
 from energylens.explore.front import exact_values
 from energylens.predict import Catalogue, predict
+from energylens.report.frontier import frontier_plot, launch_command
 from energylens.results import Frontier, Infeasible, Prediction
 from energylens.spec.system import Config, Parallelism, Workload
 
@@ -89,7 +90,8 @@ def test_the_front_is_that_of_predicting_every_configuration(
         for c in f.configs
     }
     costs = {
-        i: [sign * v[name] for name, sign in (OBJECTIVES[o] for o in f.objectives)]
+        # What differs by rounding only is equal.
+        i: [float(f"{sign * v[n]:.9g}") for n, sign in (OBJECTIVES[o] for o in f.objectives)]
         for i, v in values.items()
     }
 
@@ -198,6 +200,51 @@ def test_a_power_limit_that_cannot_be_held_is_a_reason() -> None:
     assert "cannot hold" in result.reason
 
 
+def test_a_power_limit_that_few_or_none_can_hold_still_ends_in_an_answer(capsys: Capture) -> None:
+    result = search(power_limit_w=135.0, gpus=1, space=SearchSpace(batches=range(1, 65)), exact=2)
+    assert isinstance(result, Infeasible)
+    assert "that look the best can run: h200 cannot hold" in result.reason
+    words = ["explore", "llama3_8b", "--gpus", "1", "--power-limit", "150", "--batch", "1..64"]
+    assert main([*words, "--top", "2"]) == 3
+    assert "cannot hold" in capsys.readouterr().err
+
+
+def test_the_best_of_equal_ones_is_on_the_front() -> None:
+    # Steps that wait for the host take the same time at any small batch, but for rounding.
+    f = found("llama3_8b", "hf", space=SearchSpace(batches=range(1, 33), tp=(1,)), exact=4)
+    for name in f.objectives:
+        assert f.best(name).on_frontier and f.best(name).dominated_by is None
+    assert f.best("tpot").batch > 16
+    assert len(f.front) < 4
+
+
+def test_a_largest_batch_that_memory_sets_is_no_hint_to_go_further(capsys: Capture) -> None:
+    words = ["explore", "llama3_2_1b", "--gpus", "1", "--device", "jetson_orin_nano"]
+    assert main(words) == 0
+    assert "can go further" not in capsys.readouterr().out
+    assert main([*words, "--batch", "1..4"]) == 0
+    assert "can go further" in capsys.readouterr().out
+
+
+def test_a_launch_command_quotes_what_a_spec_says_of_its_source() -> None:
+    f = replace(found(gpus=1, space=SearchSpace(batches=(1,))), source_id="a;b config.json")
+    command = launch_command(f, f.front[0])
+    assert command is not None and command.startswith("vllm serve 'a;b' --tensor-parallel-size 1 ")
+
+
+def test_a_front_of_other_objectives_is_no_line_in_the_plot(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    axes = pytest.importorskip("matplotlib.axes")
+    drawn: list[str] = []
+    monkeypatch.setattr(axes.Axes, "plot", lambda *_, **rest: drawn.append(rest["label"]))
+    space = SearchSpace(batches=(1, 8))
+    frontier_plot(found(objectives=("ttft", "throughput"), space=space), tmp_path / "a.png")
+    assert not drawn
+    frontier_plot(found(space=space), tmp_path / "b.png")
+    assert drawn == ["front"]
+
+
 def test_one_token_needs_other_objectives() -> None:
     with pytest.raises(SpecError, match="energy_per_prompt and ttft"):
         search(gen_len=1)
@@ -272,8 +319,8 @@ def test_the_line_that_reproduces_a_number_does(capsys: Capture) -> None:
     pick, (config,) = document["picks"][0], document["configs"]
     assert pick["launch"] == (
         "vllm serve Qwen/Qwen3-30B-A3B --tensor-parallel-size 2 --data-parallel-size 2 "
-        "--enable-expert-parallel --max-num-seqs 12 --max-num-batched-tokens 16384 "
-        "--max-model-len 1152"
+        "--enable-expert-parallel --max-num-seqs 12 --max-cudagraph-capture-size 512 "
+        "--max-num-batched-tokens 16384 --max-model-len 1152"
     )
     program, *again = pick["predict"].split()
     assert program == "energylens"
@@ -332,6 +379,7 @@ def test_a_missing_plotting_library_is_told_before_the_work(
     [
         (["--batch", "0"], "--batch: '0' found, and must be a number above 0 or FIRST..LAST"),
         (["--batch", "9..3"], "--batch: '9..3' found"),
+        (["--batch", "1..999999999999"], "--batch: 999999999999 found, and must be at most 65536"),
         (["--batch", ","], "--batch: ',' names no number"),
         (["--tp", "two"], "--tp: 'two' found"),
         (["--objective", "energy_per_token,speed"], "unknown 'speed'; allowed: energy_per_token"),
@@ -378,5 +426,5 @@ def test_an_engine_without_limits_is_searched_too() -> None:
         space=SearchSpace(batches=(1, 40)),
     )
     assert isinstance(f, Frontier)
-    assert f.batch_tokens is None
+    assert f.batch_tokens is f.captured_tokens is None
     assert f.source.name == "ROOFLINE"

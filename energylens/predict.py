@@ -70,9 +70,8 @@ from energylens.spec.system import (
 _T = TypeVar("_T")
 Array = NDArray[np.float64]
 
-REQUEST_NODES = (
-    4  # decode steps that stand for all of a request's: cost is nearly linear in the context
-)
+# Decode steps that stand for all of a request's: cost is nearly linear in the context.
+_REQUEST_NODES = 4
 
 # Between boards nobody has measured of a device nobody has calibrated: streaming power of four
 # H200s spread by 7 %.
@@ -156,10 +155,13 @@ class Machine:
             return replace(result, source=max(result.source, Source.EXTRAPOLATED))
         return result
 
-    def price(self, lowered: Lowered, steps: Sequence[Step]) -> tuple[Array, Array]:
-        """Seconds and joules of many steps that follow each other, without intervals, each [steps].
+    def price(
+        self, lowered: Lowered, steps: Sequence[Step], *, lone: bool = False
+    ) -> tuple[Array, Array]:
+        """Seconds and joules of many steps without intervals, each [steps].
 
-        The same numbers as `step` gives, faster: each distinct op is priced once.
+        The steps follow each other, or each is ``lone``. The same numbers as `step` gives, faster:
+        each distinct op is priced once.
         """
         sequences = [lowered.by_worker(s) for s in steps]
         distinct = list({op.key: op for step in sequences for ops in step for op in ops}.values())
@@ -167,7 +169,7 @@ class Machine:
         latency, energy = np.empty(len(steps)), np.empty(len(steps))
         for i, (s, by_worker) in enumerate(zip(steps, sequences, strict=True)):
             own = [[costs[op.key] for op in ops] for ops in by_worker]
-            ops, host = by_worker[0], self._host(by_worker[0], s.mode)
+            ops, host = by_worker[0], self._host(by_worker[0], s.mode, lone)
             latency[i], energy[i] = totals(
                 ops, own[0], self._workers(own), self._constants, host, s.mode
             )
@@ -455,7 +457,7 @@ class _Run:
             return [(1.0, self._decode(self.workload.decode_context))]
         return [
             *self._prefill,
-            *((n, self._decode(c)) for n, c in self._request_contexts()),
+            *((n, self._decode(c)) for n, c in request_contexts(self.workload)),
         ]
 
     def imbalance(self, phase: Phase) -> Imbalance | None:
@@ -507,19 +509,6 @@ class _Run:
     def _step(self, step: Step, *, lone: bool) -> StepResult:
         ops, *others = self.lowered.by_worker(step)
         return self.machine.step(ops, step.mode, self.without, others=others, lone=lone)
-
-    def _request_contexts(self) -> list[tuple[float, float]]:
-        """(steps, context) nodes that integrate the decode steps of a request by Gauss-Legendre."""
-        steps = self.workload.gen_len - 1
-        if steps < 1:
-            return []
-        first = self.workload.prompt_len + 1
-        if steps <= REQUEST_NODES:
-            return [(1.0, float(first + i)) for i in range(steps)]
-        nodes, weights = np.polynomial.legendre.leggauss(REQUEST_NODES)
-        # Steps see contexts first … first + steps - 1: midpoints of unit intervals around them.
-        contexts = first - 0.5 + steps * (nodes + 1) / 2
-        return [(float(steps * wt / 2), float(c)) for wt, c in zip(weights, contexts, strict=True)]
 
     def _result(self, steps: Sequence[tuple[float, StepResult]]) -> PhaseResult:
         latency = sum(n * s.latency_s for n, s in steps)
@@ -582,6 +571,20 @@ class _Run:
             )
             for key, row in rows.items()
         )
+
+
+def request_contexts(workload: Workload) -> list[tuple[float, float]]:
+    """(steps, context) nodes that integrate the decode steps of a request by Gauss-Legendre."""
+    steps = workload.gen_len - 1
+    if steps < 1:
+        return []
+    first = workload.prompt_len + 1
+    if steps <= _REQUEST_NODES:
+        return [(1.0, float(first + i)) for i in range(steps)]
+    nodes, weights = np.polynomial.legendre.leggauss(_REQUEST_NODES)
+    # Steps see contexts first … first + steps - 1: midpoints of unit intervals around them.
+    contexts = first - 0.5 + steps * (nodes + 1) / 2
+    return [(float(steps * wt / 2), float(c)) for wt, c in zip(weights, contexts, strict=True)]
 
 
 def _physical_limit_s(op: Op, device: Device) -> float:

@@ -117,12 +117,16 @@ class Memory:
     capacity_bytes: float
 
     @property
-    def fits(self) -> bool:
-        """True where everything fits the device at the same time."""
-        used = (
+    def used_bytes(self) -> float:
+        """All that is held at the same time."""
+        return (
             self.weights_bytes + self.kv_cache_bytes + self.activations_bytes + self.reserve_bytes
         )
-        return used <= self.capacity_bytes
+
+    @property
+    def fits(self) -> bool:
+        """True where everything fits the device at the same time."""
+        return self.used_bytes <= self.capacity_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

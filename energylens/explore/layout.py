@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from energylens.lower import Lowered
-from energylens.predict import REQUEST_NODES, Machine
+from energylens.predict import Machine, request_contexts
 from energylens.spec.system import Mode, Parallelism, Phase, Sequences, Step, Workload, chunked
 
 Array = NDArray[np.float64]
@@ -35,8 +34,10 @@ class Layout:
     def values(self, batches: IntArray) -> dict[str, Array]:
         """The values of each batch by name, each [batches]."""
         prefill_s, prefill_j = self._prefill(batches)
-        contexts, counts = _request_contexts(self.workload)
-        decode_s, decode_j = self._decode(batches, [*contexts, self.workload.decode_context])
+        nodes = request_contexts(self.workload)
+        contexts = [*(context for _, context in nodes), self.workload.decode_context]
+        decode_s, decode_j = self._decode(batches, contexts)
+        counts = np.array([steps for steps, _ in nodes])
         request_s = prefill_s + decode_s[:, :-1] @ counts
         request_j = prefill_j + decode_j[:, :-1] @ counts
         step_s, step_j = decode_s[:, -1], decode_j[:, -1]
@@ -65,17 +66,8 @@ class Layout:
         if not steps:
             return np.empty((0, 2))
         distinct = {step: i for i, step in enumerate(dict.fromkeys(steps))}
-        priced = self._lone_machine if lone else self.machine
-        prices = np.column_stack(priced.price(self.lowered, list(distinct)))
+        prices = np.column_stack(self.machine.price(self.lowered, list(distinct), lone=lone))
         return prices[[distinct[step] for step in steps]]
-
-    @cached_property
-    def _lone_machine(self) -> Machine:
-        """Prices of steps before and after which nothing runs."""
-        host = self.machine.host
-        if host is None:
-            return self.machine
-        return replace(self.machine, host=replace(host, steps=host.lone_steps))
 
     # -- decode
 
@@ -84,11 +76,8 @@ class Layout:
 
         Linear between the smallest and the largest batch that was asked for of each cell.
         """
-        mode, dp, serving = (
-            self._mode(Phase.DECODE),
-            self.parallelism.dp,
-            self.lowered.engine.serving,
-        )
+        mode, dp = self._mode(Phase.DECODE), self.parallelism.dp
+        serving = self.lowered.engine.serving
         shares = -(-batches // dp)
         table = mode is Mode.SERVING and serving is not None
         ends = _cell_ends(serving.capture_sizes if serving else (), int(shares.max()))
@@ -193,12 +182,3 @@ def _nodes(contexts: Sequence[float]) -> list[float]:
     count = int(np.ceil(np.log(high / low) / np.log(_CONTEXT_RATIO))) + 1
     nodes: list[float] = np.geomspace(low, high, max(count, 2)).tolist()
     return [low, *nodes[1:-1], high]
-
-
-def _request_contexts(workload: Workload) -> tuple[list[float], Array]:
-    """Contexts that stand for the decode steps of a request, and for how many, as in `predict`."""
-    steps, first = workload.gen_len - 1, workload.prompt_len + 1
-    if steps <= REQUEST_NODES:
-        return [float(first + i) for i in range(steps)], np.ones(steps)
-    nodes, weights = np.polynomial.legendre.leggauss(REQUEST_NODES)
-    return (first - 0.5 + steps * (nodes + 1) / 2).tolist(), steps * weights / 2

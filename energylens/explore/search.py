@@ -409,5 +409,4 @@ class _Search:
 
 def _overflow(held: Memory) -> float:
     """Bytes that a worker holds beyond its device's memory; below 0 where there is room."""
-    used = held.weights_bytes + held.kv_cache_bytes + held.activations_bytes + held.reserve_bytes
-    return used - held.capacity_bytes
+    return held.used_bytes - held.capacity_bytes

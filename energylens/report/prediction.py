@@ -127,7 +127,7 @@ def memory_line(memory: Memory) -> str:
         "engine reserve": memory.reserve_bytes,
     }
     listed = " + ".join(f"{name} {size / BYTES_PER_GB:.2f}" for name, size in parts.items())
-    used, capacity = sum(parts.values()) / BYTES_PER_GB, memory.capacity_bytes / BYTES_PER_GB
+    used, capacity = memory.used_bytes / BYTES_PER_GB, memory.capacity_bytes / BYTES_PER_GB
     verdict = "fits" if memory.fits else "does not fit"
     return f"memory per GPU: {listed} = {used:.2f} of {capacity:.2f} GB, {verdict}"
 

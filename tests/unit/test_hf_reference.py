@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -15,12 +15,7 @@ RESULT = ROOT / "benchmarks" / "results" / "hf_llama3_8b.json"
 
 @pytest.fixture(scope="module")
 def reference() -> ModuleType:
-    path = ROOT / "benchmarks" / "hf_reference.py"
-    spec = importlib.util.spec_from_file_location("hf_reference", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("hf_reference")
 
 
 def test_compare_prints_a_line_for_everything_that_was_measured(

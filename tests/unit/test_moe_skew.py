@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture(scope="module")
-def skew() -> Iterator[ModuleType]:
-    path = ROOT / "benchmarks" / "moe_skew.py"
-    spec = importlib.util.spec_from_file_location("moe_skew", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["moe_skew"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["moe_skew"]
+def skew() -> ModuleType:
+    return importlib.import_module("moe_skew")
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 16, 48, 8192])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import itertools
 import json
 import os
@@ -120,12 +120,7 @@ def test_what_the_user_put_into_the_environment_is_kept(monkeypatch: pytest.Monk
 
 @pytest.fixture(scope="module")
 def reference() -> ModuleType:
-    path = ROOT / "benchmarks" / "vllm_reference.py"
-    spec = importlib.util.spec_from_file_location("vllm_reference", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("vllm_reference")
 
 
 @pytest.mark.parametrize(

@@ -179,16 +179,9 @@ class Machine:
         """The boards, with the costs of the ops on each; one list of costs stands for all."""
         workers = []
         for i, b in enumerate(self.boards):
-            own = by_worker[i if len(by_worker) > 1 else 0]
-            ratios = [b.ratios(c.compute_share, c.read_share, c.dram_share) for c in own]
-            time, power = np.array(ratios, dtype=np.float64).reshape(-1, 2).T
+            latency_s, energy_j = b.localise(by_worker[i if len(by_worker) > 1 else 0])
             workers.append(
-                Worker(
-                    idle_w=b.idle_w,
-                    cap_w=self.cap_w,
-                    latency_s=np.array([c.latency_s for c in own]) * time,
-                    energy_j=np.array([c.energy_j for c in own]) * time * power,
-                )
+                Worker(idle_w=b.idle_w, cap_w=self.cap_w, latency_s=latency_s, energy_j=energy_j)
             )
         return workers
 

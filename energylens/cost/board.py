@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from energylens.errors import CalibrationError
 from energylens.results import BoardAnchor, Cost
 from energylens.spec.system import Device
+
+Array = NDArray[np.float64]
 
 # Expected order statistics of a standard normal (Blom's approximation), for boards that nobody has
 # measured.
@@ -42,10 +47,12 @@ class Board:
         power = 1.0 + compute * (self.compute_power - 1.0) + dram * (self.memory_power - 1.0)
         return time, power
 
-    def localise(self, cost: Cost) -> Cost:
-        """The cost on this board of an op that costs ``cost`` on a typical one."""
-        time, power = self.ratios(cost.compute_share, cost.read_share, cost.dram_share)
-        return replace(cost, latency_s=cost.latency_s * time, energy_j=cost.energy_j * time * power)
+    def localise(self, costs: Sequence[Cost]) -> tuple[Array, Array]:
+        """Seconds and above-idle joules on this board of ops, each [ops], from a typical one's."""
+        ratios = [self.ratios(c.compute_share, c.read_share, c.dram_share) for c in costs]
+        time, power = np.array(ratios, dtype=np.float64).reshape(-1, 2).T
+        latency_s = np.array([c.latency_s for c in costs]) * time
+        return latency_s, np.array([c.energy_j for c in costs]) * time * power
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

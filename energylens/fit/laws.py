@@ -57,12 +57,12 @@ def compose(
         compute_stretch=laws.compute_stretch if of_a_model else 0.0,
     ).costs(sample.ops)
     own = board_of(data, sample.board_uuid, laws)
-    local = [own.localise(c) for c in costs]
+    latency_s, energy_j = own.localise(costs)
     worker = Worker(
         idle_w=own.idle_w,
         cap_w=laws.cap_fraction * data.limit_w,
-        latency_s=np.array([c.latency_s for c in local]),
-        energy_j=np.array([c.energy_j for c in local]),
+        latency_s=latency_s,
+        energy_j=energy_j,
     )
     constants = Constants(
         eta=laws.eta, gap_s=laws.gap_s, wait_w=0.0, spin_w=0.0, link_w=laws.link_w

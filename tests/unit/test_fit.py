@@ -129,11 +129,8 @@ def test_an_op_alone_is_predicted_as_it_was_measured_capped_or_not(fitted):
         for op in [*GEMMS, *ATTENTION, *ADDS]:
             scale = bundle.laws.compute_scale
             (cost,) = models[op.kernel].costs([op], H200, scale, compute_stretch=0.0)
-            local = own.localise(cost)
-            worker = Worker(
-                idle_w=idle, cap_w=CAP_W,
-                latency_s=np.array([local.latency_s]), energy_j=np.array([local.energy_j]),
-            )  # fmt: skip
+            local_s, local_j = own.localise([cost])
+            worker = Worker(idle_w=idle, cap_w=CAP_W, latency_s=local_s, energy_j=local_j)
             laws = Constants(eta=bundle.laws.eta, gap_s=0.0, wait_w=0.0, spin_w=0.0)
             latency_s, energy_j, _ = kernel_result([op], [cost], worker, laws)
             measured_s, measured_w, _ = simulate([op], uuid)

@@ -326,9 +326,8 @@ def _expected(q: Array, tokens: int, held: list[IntArray]) -> tuple[WorkerLoad, 
         most = min(_expected_maximum(means, variances), float(tokens * len(held[order[0]])))
         most = max(most, float(rows[0]))
         rest = rows[1:].sum()
-        rows = np.concatenate(
-            ([most], rows[1:] * (means.sum() - most) / rest if rest else rows[1:])
-        )
+        left = max(means.sum() - most, 0.0)  # rounding may leave a little less than nothing
+        rows = np.concatenate(([most], rows[1:] * left / rest if rest else rows[1:]))
     # The fullest worker is so for what tokens chose: as if they had chosen its experts more often.
     return tuple(
         _one(q[held[i]] * (float(r) / means[i] if means[i] else 0.0), float(r), tokens)
@@ -346,7 +345,7 @@ def _one(q: Array, rows: float, tokens: int) -> WorkerLoad:
         experts=len(q),
         rows=rows,
         active=active,
-        largest=min(max(fullest, rows / active if active else 0.0), float(tokens), max(rows, 0.0)),
+        largest=min(max(fullest, rows / active if active else 0.0), float(tokens), rows),
     )
 
 

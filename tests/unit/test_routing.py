@@ -321,3 +321,10 @@ def test_rows_of_a_trace_are_shared_with_a_copy_one_by_one(tmp_path: Path) -> No
     assert (loads[0].experts, loads[0].rows, loads[0].active, loads[0].largest) == (5, 6, 5, 2)
     single = worker_loads(routing, 2, 1, 1, 1)[0]
     assert (single.rows, single.active, single.largest) == (2, 2, 1)
+
+
+def test_workers_that_nothing_reaches_have_nothing_to_do() -> None:
+    """One expert takes every token: rounding once left the others less than no rows."""
+    loads = worker_loads(make_routing("zipf:40", 16, 1), 1, 2, 8)
+    assert loads[0].rows == pytest.approx(2.0)
+    assert all(0.0 <= w.rows < 1e-9 for w in loads[1:])

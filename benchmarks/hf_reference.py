@@ -23,11 +23,14 @@ import json
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from energylens.results import Prediction
 
 PHASES = (
     ("prefill", 8, 1024),
@@ -300,15 +303,19 @@ def compare(path: Path) -> None:
         print(f"    {'all':12s} {p * 1e3:9.3f} / {m * 1e3:9.3f}  {100 * (p / m - 1):+6.1f} %")
     print("\nwhole steps with all laws: latency and energy error, regime as predicted")
     for row in document["rows"]:
-        r = predicted(row).phases[row["phase"]]
-        energy = row["mean_power_w"] * row["latency_s"]
-        inside = r.interval.latency_s[0] <= row["latency_s"] <= r.interval.latency_s[1]
-        print(
-            f"  {row['phase']:7s} {row['batch']:3d}x{row['prompt_len']:<5d} "
-            f"{row['latency_s'] * 1e3:8.2f} ms {100 * (r.latency_s / row['latency_s'] - 1):+6.1f} %"
-            f"  {energy:8.3f} J {100 * (r.energy_j / energy - 1):+6.1f} %"
-            f"  {r.regime}{'' if inside else '  (outside the 90 % interval)'}"
-        )
+        print(step_line(row, row["mean_power_w"], predicted(row)))
+
+
+def step_line(row: Mapping[str, Any], power_w: float, predicted: Prediction) -> str:
+    """A measured whole step of ``power_w``, and the errors of its prediction."""
+    r, energy = predicted.phases[row["phase"]], power_w * row["latency_s"]
+    inside = r.interval.latency_s[0] <= row["latency_s"] <= r.interval.latency_s[1]
+    return (
+        f"  {row['phase']:7s} {row['batch']:3d}x{row['prompt_len']:<5d} "
+        f"{row['latency_s'] * 1e3:8.2f} ms {100 * (r.latency_s / row['latency_s'] - 1):+6.1f} %"
+        f"  {energy:8.3f} J {100 * (r.energy_j / energy - 1):+6.1f} %"
+        f"  {r.regime}{'' if inside else '  (outside the 90 % interval)'}"
+    )
 
 
 def main() -> None:

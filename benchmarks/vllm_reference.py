@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from hf_reference import step_line
 
 PROFILED = (("prefill", 1, 2048), ("decode", 16, 1024))
 PROFILED_STEPS = 4
@@ -226,15 +227,7 @@ def compare(path: Path) -> None:
             print(f"  {kind:12s} {p * 1e3:9.3f} / {m * 1e3:9.3f} ms {100 * (p / m - 1):+6.1f} %")
     print("\nwhole steps, all laws: measured, error of latency and of energy, regime")
     for row in document["rows"]:
-        r = predicted(row).phases[row["phase"]]
-        energy = sum(row["power_w"]) * row["latency_s"]
-        inside = r.interval.latency_s[0] <= row["latency_s"] <= r.interval.latency_s[1]
-        print(
-            f"  {row['phase']:7s} {row['batch']:3d}x{row['prompt_len']:<5d} "
-            f"{row['latency_s'] * 1e3:8.2f} ms {100 * (r.latency_s / row['latency_s'] - 1):+6.1f} %"
-            f"  {energy:8.3f} J {100 * (r.energy_j / energy - 1):+6.1f} %"
-            f"  {r.regime}{'' if inside else '  (outside the 90 % interval)'}"
-        )
+        print(step_line(row, sum(row["power_w"]), predicted(row)))
     if "serving" not in document:
         return
     measured = _served(document["serving"])

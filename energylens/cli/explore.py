@@ -1,0 +1,154 @@
+"""``energylens explore``."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from energylens.cli.options import (
+    AnchorFiles,
+    Bundles,
+    Device,
+    Engine,
+    Json,
+    check_anchors,
+    check_positive,
+    find_engine,
+    load_anchors,
+    milliseconds,
+    parse_integers,
+    split_list,
+)
+from energylens.cli.output import EXIT_INFEASIBLE, check_output, fail, show
+from energylens.errors import SpecError
+
+
+def explore(
+    spec: Annotated[
+        str,
+        typer.Argument(metavar="SPEC", help="Model by name (`energylens list specs`) or file."),
+    ],
+    gpus: Annotated[int, typer.Option(help="GPUs to use; replicas fill them.")],
+    prompt_len: Annotated[int, typer.Option(help="Prompt tokens of each sequence.")] = 1024,
+    gen_len: Annotated[
+        int, typer.Option(help="Generated tokens, the one that prefill makes included.")
+    ] = 128,
+    batch: Annotated[
+        str, typer.Option(help="Sequences of a replica: 1..256 (every one), 1,16,64, or both.")
+    ] = "1..256",
+    tp: Annotated[
+        str | None, typer.Option(help="Tensor parallel degrees, e.g. 1,2,4 [all that divide].")
+    ] = None,
+    ep: Annotated[
+        str | None, typer.Option(help="Expert parallel degrees [1 and all workers].")
+    ] = None,
+    dp: Annotated[
+        str | None, typer.Option(help="Attention data parallel degrees [all, with experts].")
+    ] = None,
+    device: Device = "h200",
+    engine: Engine = "vllm",
+    power_limit: Annotated[float | None, typer.Option(help="Power limit of each GPU in W.")] = None,
+    routing: Annotated[
+        str | None, typer.Option(help="How tokens choose experts, as for predict [the spec's].")
+    ] = None,
+    max_ttft_ms: Annotated[float | None, typer.Option(help="Longest prefill in ms.")] = None,
+    max_tpot_ms: Annotated[float | None, typer.Option(help="Longest time per token in ms.")] = None,
+    max_w: Annotated[
+        float | None, typer.Option(help="Most power of all GPUs together in W.")
+    ] = None,
+    min_throughput: Annotated[
+        float | None, typer.Option(help="Fewest generated tokens/s of all replicas together.")
+    ] = None,
+    objective: Annotated[
+        str | None,
+        typer.Option(
+            help="One or several, the first one ranks: energy_per_token, energy_per_request, "
+            "energy_per_prompt, ttft, tpot, throughput, throughput_per_gpu, gpus "
+            "[energy_per_token,tpot]."
+        ),
+    ] = None,
+    top: Annotated[
+        int, typer.Option(help="Most configurations to predict exactly, and to show.")
+    ] = 20,
+    anchor: AnchorFiles = None,
+    bundle: Bundles = None,
+    csv: Annotated[Path | None, typer.Option(help="File for all configurations.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Image (.png, .svg, .pdf) of the front.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """The Pareto front of all parallel layouts and batches: joules against milliseconds."""
+    from energylens.explore import DEFAULT_OBJECTIVES, Constraints, SearchSpace
+    from energylens.explore import explore as search
+    from energylens.files import write_atomically
+    from energylens.predict import Catalogue
+    from energylens.report import (
+        figure,
+        frontier_csv,
+        frontier_document,
+        frontier_infeasible_document,
+        frontier_plot,
+        frontier_table,
+    )
+    from energylens.results import Infeasible
+
+    check_output("--csv", csv)
+    check_output("--plot", plot, (".png", ".svg", ".pdf"))
+    if plot is not None:
+        if gen_len < 2:
+            raise SpecError("--plot is about time per token; give --gen-len of 2 or more")
+        figure()
+    catalogue = Catalogue(bundle_files=tuple(bundle or ()))
+    model, board = catalogue.spec(spec), catalogue.device(device)
+    profile = find_engine(catalogue, engine, f"energylens explore {spec} --gpus {gpus}")
+    anchors = load_anchors(anchor)
+    check_anchors(anchors, board.name)
+    result = search(
+        model,
+        engine=profile,
+        device=board,
+        gpus=gpus,
+        prompt_len=prompt_len,
+        gen_len=gen_len,
+        space=SearchSpace(
+            batches=parse_integers("--batch", batch),
+            tp=parse_integers("--tp", tp) if tp else None,
+            ep=parse_integers("--ep", ep) if ep else None,
+            dp=parse_integers("--dp", dp) if dp else None,
+        ),
+        constraints=Constraints(
+            max_ttft_s=milliseconds("--max-ttft-ms", max_ttft_ms),
+            max_tpot_s=milliseconds("--max-tpot-ms", max_tpot_ms),
+            max_power_w=check_positive("--max-w", max_w),
+            min_throughput_tokens_s=check_positive("--min-throughput", min_throughput),
+        ),
+        objectives=DEFAULT_OBJECTIVES if objective is None else split_list(objective),
+        exact=top,
+        power_limit_w=check_positive("--power-limit", power_limit),
+        routing=routing,
+        bundles=catalogue.bundles(board, profile),
+        anchors=anchors,
+        link=catalogue.link(board, gpus),
+    )
+    if isinstance(result, Infeasible):
+        if as_json:
+            show(
+                frontier_infeasible_document(
+                    result, spec=model.name, device=board.name, engine=profile.name, gpus=gpus
+                )
+            )
+        raise typer.Exit(fail("infeasible", result.reason, EXIT_INFEASIBLE))
+    given = [("--device", device), ("--engine", engine)]
+    given += [(n, str(v)) for n, v in (("--routing", routing), ("--power-limit", power_limit)) if v]
+    given += [("--anchor", str(path)) for path in anchor or ()]
+    given += [("--bundle", str(path)) for path in bundle or ()]
+    command = shlex.join(["energylens", "predict", spec, *(w for pair in given for w in pair)])
+    if csv is not None:
+        write_atomically(csv, frontier_csv(result))
+    if plot is not None:
+        frontier_plot(result, plot)
+    show(frontier_document(result, command) if as_json else frontier_table(result, command))

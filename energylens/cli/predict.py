@@ -1,0 +1,327 @@
+"""``energylens predict``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from energylens.cli.options import (
+    AnchorFiles,
+    Bundles,
+    Device,
+    Engine,
+    Json,
+    Without,
+    check_anchors,
+    check_positive,
+    find_engine,
+    load_anchors,
+    parse_choice,
+    parse_laws,
+    split_list,
+)
+from energylens.cli.output import EXIT_INFEASIBLE, fail, show
+from energylens.errors import SpecError
+from energylens.spec.system import Config, Mode, Parallelism, Phase, Workload
+
+if TYPE_CHECKING:
+    from energylens.serving import Traffic
+    from energylens.spec.model import Spec
+    from energylens.spec.system import Device as DeviceSheet
+    from energylens.spec.system import Engine as EngineProfile
+
+
+def predict(
+    spec: Annotated[
+        str,
+        typer.Argument(metavar="SPEC", help="Model by name (`energylens list specs`) or file."),
+    ],
+    phase: Annotated[str, typer.Option(help="prefill, decode, request, or all.")] = "all",
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    prompt_len: Annotated[int, typer.Option(help="Prompt tokens of each sequence.")] = 1024,
+    gen_len: Annotated[
+        int, typer.Option(help="Generated tokens, the one that prefill makes included.")
+    ] = 128,
+    context_len: Annotated[
+        float | None,
+        typer.Option(help="Mean KV length of the decode step [prompt-len + gen-len / 2]."),
+    ] = None,
+    device: Device = "h200",
+    engine: Engine = "vllm",
+    mode: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Launch mode, [PHASE=]eager|cuda_graph|serving; cuda_graph alone means decode."
+        ),
+    ] = None,
+    tp: Annotated[int | None, typer.Option(help="Tensor parallel degree.")] = None,
+    ep: Annotated[int, typer.Option(help="Expert parallel degree; adds no GPUs.")] = 1,
+    pp: Annotated[int | None, typer.Option(help="Pipeline parallel degree.")] = None,
+    dp: Annotated[int | None, typer.Option(help="Attention data parallel degree.")] = None,
+    replicas: Annotated[int | None, typer.Option(help="Independent copies.")] = None,
+    gpus: Annotated[
+        int | None, typer.Option(help="replicas x dp x tp x pp; given alone, it sets --tp.")
+    ] = None,
+    power_limit: Annotated[float | None, typer.Option(help="Power limit of each GPU in W.")] = None,
+    routing: Annotated[
+        str | None,
+        typer.Option(
+            help="How tokens choose experts: uniform, zipf:ALPHA, dirichlet:C, histogram:FILE, "
+            "trace:FILE [the spec's]."
+        ),
+    ] = None,
+    redundant_experts: Annotated[
+        int, typer.Option(help="Experts held twice, the most popular ones.")
+    ] = 0,
+    rate: Annotated[
+        float | None,
+        typer.Option(help="Requests/s: simulate a service under traffic instead of one batch."),
+    ] = None,
+    arrivals: Annotated[
+        str | None,
+        typer.Option(
+            help="poisson, constant, or a file of arrival times in s, one a line [poisson]."
+        ),
+    ] = None,
+    lengths: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with `prompt_len,gen_len` lines, used in order and cycled "
+            "[--prompt-len, --gen-len]."
+        ),
+    ] = None,
+    duration: Annotated[
+        float | None, typer.Option(help="Seconds of traffic [600, or all of the file].")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the arrivals [0].")] = None,
+    max_batch_tokens: Annotated[
+        int | None, typer.Option(help="Most new tokens of a step [the engine's own].")
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(help="Most sequences that run at a time [the engine's own].")
+    ] = None,
+    steady_state: Annotated[
+        bool,
+        typer.Option("--steady-state", help="Refuse a rate that the service does not sustain."),
+    ] = False,
+    anchor: AnchorFiles = None,
+    bundle: Bundles = None,
+    without: Without = None,
+    as_json: Json = False,
+) -> None:
+    """Latency and energy of one configuration, or of a service under traffic (--rate)."""
+    from energylens.predict import Catalogue, predict
+    from energylens.report import infeasible_document, prediction_document, prediction_table
+    from energylens.results import Infeasible
+
+    traffic = _traffic(
+        rate,
+        (prompt_len, gen_len),
+        {
+            "--arrivals": arrivals,
+            "--lengths": lengths,
+            "--duration": check_positive("--duration", duration),
+            "--seed": seed,
+            "--max-batch-tokens": max_batch_tokens,
+            "--max-num-seqs": max_num_seqs,
+            "--steady-state": steady_state or None,
+        },
+        {
+            "--phase": phase != "all",
+            "--batch": batch != 1,
+            "--context-len": context_len is not None,
+            "--mode": bool(mode),
+            "--without": without is not None,
+        },
+    )
+    catalogue = Catalogue(bundle_files=tuple(bundle or ()))
+    workload = Workload(
+        batch=batch,
+        prompt_len=prompt_len,
+        gen_len=gen_len,
+        context_len=check_positive("--context-len", context_len),
+    )
+    parallelism = _parallelism(gpus=gpus, tp=tp, ep=ep, pp=pp, dp=dp, replicas=replicas)
+    model, profile, board = (
+        catalogue.spec(spec),
+        find_engine(catalogue, engine, f"energylens predict {spec}"),
+        catalogue.device(device),
+    )
+    anchors = load_anchors(anchor)
+    check_anchors(anchors, board.name)
+    config = Config(
+        parallelism=parallelism,
+        modes=_modes(mode or []),
+        power_limit_w=check_positive("--power-limit", power_limit),
+        routing=routing,
+        redundant_experts=redundant_experts,
+    )
+    bundles, link = catalogue.bundles(board, profile), catalogue.link(board, parallelism.gpus)
+    if traffic is not None:
+        _serve(
+            model,
+            traffic,
+            (max_batch_tokens, max_num_seqs),
+            steady_state=steady_state,
+            as_json=as_json,
+            engine=profile,
+            device=board,
+            config=config,
+            bundles=bundles,
+            anchors=anchors,
+            link=link,
+        )
+        return
+    result = predict(
+        model,
+        engine=profile,
+        device=board,
+        config=config,
+        workload=workload,
+        bundles=bundles,
+        anchors=anchors,
+        phases=_phases(phase),
+        without=parse_laws(without),
+        link=link,
+    )
+    if not isinstance(result, Infeasible):
+        show(prediction_document(result) if as_json else prediction_table(result))
+        return
+    if as_json:
+        show(
+            infeasible_document(
+                result,
+                spec=model.name,
+                device=board.name,
+                engine=profile.name,
+                parallelism=parallelism,
+                workload=workload,
+            )
+        )
+    raise typer.Exit(fail("infeasible", result.reason, EXIT_INFEASIBLE))
+
+
+def _traffic(
+    rate: float | None,
+    lengths: tuple[int, int],
+    options: Mapping[str, Any],
+    others: Mapping[str, bool],
+) -> Traffic | None:
+    """The traffic that is asked for, or None where one batch is.
+
+    Args:
+        rate: ``--rate``.
+        lengths: prompt and generated tokens where no file gives them.
+        options: those of traffic, with what was given for them, or None.
+        others: those that say nothing about traffic, and whether they were given.
+    """
+    given = [name for name, value in options.items() if value is not None]
+    arrivals = options["--arrivals"] or "poisson"
+    if rate is None and (not given or arrivals in ("poisson", "constant")):
+        if given:
+            raise SpecError(
+                f"{given[0]} is about traffic; give its --rate, or --arrivals FILE with its times"
+            )
+        return None
+    for name, found in others.items():
+        if found:
+            raise SpecError(f"{name} is about one batch, and --rate or --arrivals about traffic")
+    from energylens.serving import Traffic, read_lengths
+
+    file = options["--lengths"]
+    return Traffic(
+        arrivals=arrivals,
+        rate_per_s=check_positive("--rate", rate),
+        lengths=read_lengths(file) if file else (lengths,),
+        duration_s=options["--duration"],
+        seed=options["--seed"] or 0,
+    )
+
+
+def _serve(
+    model: Spec,
+    traffic: Traffic,
+    limits: tuple[int | None, int | None],
+    *,
+    as_json: bool,
+    engine: EngineProfile,
+    device: DeviceSheet,
+    config: Config,
+    **rest: Any,
+) -> None:
+    """Simulate a service and show what comes out."""
+    from energylens.report import serving_document, serving_infeasible_document, serving_table
+    from energylens.results import Infeasible
+    from energylens.serving import Limits, serve
+
+    result = serve(
+        model,
+        traffic=traffic,
+        limits=Limits(batch_tokens=limits[0], max_sequences=limits[1]),
+        engine=engine,
+        device=device,
+        config=config,
+        **rest,
+    )
+    if not isinstance(result, Infeasible):
+        show(serving_document(result) if as_json else serving_table(result))
+        return
+    if as_json:
+        show(
+            serving_infeasible_document(
+                result,
+                spec=model.name,
+                device=device.name,
+                engine=engine.name,
+                parallelism=config.parallelism,
+            )
+        )
+    raise typer.Exit(fail("infeasible", result.reason, EXIT_INFEASIBLE))
+
+
+def _phases(text: str) -> tuple[Phase, ...]:
+    allowed = {phase.value: (phase,) for phase in Phase} | {"all": tuple(Phase)}
+    chosen = {p for part in split_list(text) for p in parse_choice("--phase", part, allowed)}
+    if not chosen:
+        raise SpecError(f"--phase: {text!r} names no phase; allowed: {', '.join(allowed)}")
+    return tuple(phase for phase in Phase if phase in chosen)
+
+
+def _modes(texts: Sequence[str]) -> dict[Phase, Mode]:
+    """``[PHASE=]MODE`` of each text; a mode alone is for both phases, a CUDA graph for decode."""
+    phases = {phase.value: phase for phase in (Phase.PREFILL, Phase.DECODE)}
+    modes: dict[Phase, Mode] = {}
+    for text in texts:
+        name, _, value = text.rpartition("=")
+        mode = parse_choice("--mode", value, {m.value: m for m in Mode})
+        if name:
+            modes[parse_choice("--mode", name, phases)] = mode
+        else:
+            both = (Phase.DECODE,) if mode is Mode.CUDA_GRAPH else (Phase.PREFILL, Phase.DECODE)
+            modes.update(dict.fromkeys(both, mode))
+    return modes
+
+
+def _parallelism(
+    *,
+    gpus: int | None,
+    tp: int | None,
+    ep: int,
+    pp: int | None,
+    dp: int | None,
+    replicas: int | None,
+) -> Parallelism:
+    given = {"tp": tp, "pp": pp, "dp": dp, "replicas": replicas}
+    degrees = {name: n for name, n in given.items() if n is not None}
+    if gpus is not None and not degrees:
+        degrees = {"tp": gpus}
+    parallelism = Parallelism(ep=ep, **degrees)
+    if gpus is not None and gpus != parallelism.gpus:
+        raise SpecError(
+            f"--gpus is {gpus}, but replicas x dp x tp x pp = {parallelism.gpus}; "
+            "change one of them, or give --gpus alone"
+        )
+    return parallelism

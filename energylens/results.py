@@ -93,6 +93,21 @@ class BreakdownRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KernelRow:
+    """All launches of one kernel in a measured phase: ``count`` and ``latency_s`` are per step.
+
+    ``share`` is of the phase's kernel time; kernels of several streams or devices add up.
+    """
+
+    phase: str
+    kind: Kind
+    op: str
+    count: float
+    latency_s: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseResult:
     """Latency and energy of one phase; energy over all workers, ``mean_power_w`` per GPU."""
 

@@ -37,6 +37,7 @@ INTERNAL: dict[str, set[str]] = {
     "validate": {"results"},
     "report": {"spec", "results", "anchors", "validate"},
     "meter": set(),
+    "profiler": {"spec", "meter", "results", "files"},
     "store": {"spec", "graph", "meter", "results", "anchors", "files"},
     "bench": {"spec", "graph", "lower", "meter", "store", "results", "anchors", "files"},
     "bench/calibrate": {"fit", "cost"},
@@ -62,6 +63,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "meter/jetson": {"jtop"},
     "store": {"pandas"},
     "bench": {"torch", "transformers", "vllm", "yaml", "rich", "numpy"},
+    "profiler": {"torch", "transformers"},
     "fit": {"numpy", "scipy", "sklearn", "pandas"},
     "cli": {"typer", "rich"},
 }

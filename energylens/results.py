@@ -388,7 +388,15 @@ class ServingResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """One measured row (of a truth CSV or a profile): what ran, and what it took."""
+    """One measured row (of a truth CSV or a profile): what ran, and what it took.
+
+    Attributes:
+        prefill_mode: of a request whose prefill is launched in another mode than its decode steps.
+        latency_noise, energy_noise: half widths of the 95 % intervals of what was measured,
+            relative to it; None where unknown.
+        defect: why the measurement is not valid.
+        kernels: kernel time of one step, from a profiled pass of its own.
+    """
 
     record_id: str
     device: str
@@ -408,6 +416,11 @@ class Measurement:
     regime: str = "device"
     power_limit_w: float | None = None
     anchors: Anchors | None = None
+    prefill_mode: str | None = None
+    latency_noise: float | None = None
+    energy_noise: float | None = None
+    defect: str | None = None
+    kernels: tuple[KernelRow, ...] = ()
     labels: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
 

@@ -165,12 +165,12 @@ def _common_prefix(names: Sequence[str]) -> str:
     return first[: first.rfind("-", 0, same) + 1]
 
 
-def _kinds_tables(rows: Sequence[ValidationRow]) -> Iterator[Table]:
-    """A table for each row whose kernels were measured."""
+def _kinds_tables(rows: Sequence[ValidationRow]) -> Iterator[RenderableType]:
+    """A line and a table for each row whose kernels were measured."""
     for row in rows:
         if row.kinds:
-            title = f"kernels of {row.measurement.record_id}, without cap, host and gaps"
-            yield table(title, KIND_COLUMNS, [kind_cells(k) for k in row.kinds], text=(0,))
+            yield f"kernels of {row.measurement.record_id}, without cap, host and gaps:"
+            yield table("", KIND_COLUMNS, [kind_cells(k) for k in row.kinds], text=(0,))
 
 
 def kind_cells(k: KindComparison) -> tuple[str, str, str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from energylens.report.frontier import figure
+from energylens.report.frontier import figure, save_figure
 from energylens.report.table import quantity
 from energylens.report.validation import (
     KIND_COLUMNS,
@@ -210,6 +210,4 @@ def validation_plot(validation: Validation, path: Path) -> None:
             axes.legend(fontsize="small")
         axes.grid(which="major", linewidth=0.3)
         axes.set_title(f"{word}, bars: 90 % interval of the prediction", fontsize="medium")
-    temporary = path.with_name(f".{path.stem}.tmp{path.suffix}")
-    canvas.savefig(temporary, dpi=150)
-    temporary.replace(path)
+    save_figure(canvas, path)

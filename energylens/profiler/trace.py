@@ -4,8 +4,9 @@ Reads the Chrome trace that ``export_chrome_trace`` writes; standard library onl
 between launch and kernel decides who a kernel belongs to: a kernel counts to the step in which it
 was *launched* (it may run after the step's end), and to the op kind that is marked around its
 launch. A mark is a ``record_function`` named ``energylens::`` and a phase (one such span is one
-step) or a kind. The kernel's name decides for the kernels of a CUDA graph, since a replay has no
-marks, and where no kinds are marked at all; other launches without a mark are overhead.
+step) or a kind. The replay of a CUDA graph has no marks: its kernels are those of a marked eager
+step of the same trace, if there is one with the same kernels in the same order. Else, and where no
+kinds are marked at all, the kernel's name decides. Other launches without a mark are overhead.
 
 Times are those of the kernels, from a short pass: no energy is taken from it, and a board that has
 rested does not reach its power limit meanwhile. So compare with a prediction without `LAWS_OFF`.
@@ -70,6 +71,7 @@ _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCH = ("cuda_runtime", "cuda_driver")
 _ANNOTATION, _ON_DEVICE = "user_annotation", "gpu_user_annotation"
 _STEP = "ProfilerStep#"
+_REPLAY = "GraphLaunch"
 _US = 1e-6
 _SLOW_US = 5e6  # more than the period of any sensor: samples this far away are of another time
 _ARRAY = re.compile(r'"traceEvents"\s*:\s*\[\s*')
@@ -104,22 +106,14 @@ def kernel_table(trace_path: Path, *, phase: str = "step") -> tuple[KernelRow, .
     launches: dict[int | None, _Event] = {
         e.link: e for e in trace.events if e.cat in _LAUNCH and e.link is not None
     }
-    kinds = _kinds_at_launch(trace.events)
-    marked = any(e.cat == _ANNOTATION and e.name in _KIND_MARKS for e in trace.events)
     time_us: dict[tuple[str, Kind, str], float] = defaultdict(float)
     count: Counter[tuple[str, Kind, str]] = Counter()
-    for kernel in kernels:
+    for kernel, kind in zip(kernels, _kinds(trace, kernels, launches), strict=True):
         launch = launches.get(kernel.link)
         step = _around(steps, launch.ts) if launch else _around(on_device, kernel.ts)
-        if step is None:
-            continue
-        kind = kinds.get(kernel.link) if launch else None
-        if kind is None:
-            alone = marked and launch is not None and "GraphLaunch" not in launch.name
-            kind = Kind.OVERHEAD if alone else kind_of(kernel.name)
-        key = (step.phase, kind, kernel.name)
-        time_us[key] += kernel.dur
-        count[key] += 1
+        if step is not None:
+            time_us[step.phase, kind, kernel.name] += kernel.dur
+            count[step.phase, kind, kernel.name] += 1
     if kernels and not count:
         raise SpecError(
             f"{trace_path}: none of its {len(kernels)} kernels was launched inside a marked step"
@@ -311,6 +305,42 @@ def _around(steps: Sequence[_Step], ts: float) -> _Step | None:
     """The last step to start before ``ts``, if it had not ended."""
     at = bisect_right(steps, ts, key=lambda step: step.start) - 1
     return steps[at] if at >= 0 and ts <= steps[at].end else None
+
+
+def _kinds(
+    trace: _Trace, kernels: Sequence[_Event], launches: Mapping[int | None, _Event]
+) -> list[Kind]:
+    """The kind of each kernel, as the module says."""
+    marks = _kinds_at_launch(trace.events)
+    kinds = [marks.get(kernel.link) or kind_of(kernel.name) for kernel in kernels]
+    if not any(e.cat == _ANNOTATION and e.name in _KIND_MARKS for e in trace.events):
+        return kinds
+    eager: list[tuple[float, int]] = []
+    replays: dict[int | None, list[tuple[float, int]]] = defaultdict(list)
+    for i, kernel in enumerate(kernels):
+        launch = launches.get(kernel.link)
+        if launch is None:
+            continue
+        if _REPLAY in launch.name:
+            replays[kernel.link].append((kernel.ts, i))
+        else:
+            kinds[i] = marks.get(kernel.link, Kind.OVERHEAD)
+            eager.append((launch.ts, i))
+    order = [i for _, i in sorted(eager)]
+    names = [kernels[i].name for i in order]
+    for replay in replays.values():
+        own = [i for _, i in sorted(replay)]
+        begin = _find(names, [kernels[i].name for i in own])
+        if begin is not None:
+            for i, same in zip(own, order[begin:], strict=False):
+                kinds[i] = kinds[same]
+    return kinds
+
+
+def _find(names: Sequence[str], part: Sequence[str]) -> int | None:
+    """Where ``part`` begins in ``names``; None where it does not occur."""
+    begins = range(len(names) - len(part) + 1)
+    return next((i for i in begins if names[i : i + len(part)] == part), None)
 
 
 def _kinds_at_launch(events: Iterable[_Event]) -> dict[int | None, Kind]:

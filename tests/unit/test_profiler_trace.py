@@ -209,6 +209,38 @@ def test_kernels_of_a_replayed_graph_go_by_name_in_a_marked_trace(tmp_path: Path
     assert {kind: round(s / US) for kind, s in kinds.items()} == {Kind.NORM: 2, Kind.GEMM: 1}
 
 
+def test_a_replay_takes_the_kinds_of_a_marked_eager_step_with_the_same_kernels(
+    tmp_path: Path,
+) -> None:
+    """By name alone, the multiplication of a norm is elementwise."""
+    add, mul = (f"void at::native::vectorized_elementwise_kernel<4, {f}>" for f in ("add", "mul"))
+    step = (("nvjet_a", "gemm"), (mul, "norm"), (add, "elementwise"), (mul, "elementwise"))
+
+    def trace(names: list[str]) -> MadeTrace:
+        made = MadeTrace()
+        made.launch("Memcpy HtoD (Pinned -> Device)", 1.0, 1.0, cat="gpu_memcpy")
+        for i, (name, kind) in enumerate(step):
+            made.span("user_annotation", f"energylens::{kind}", 20.0 * i + 10, 15.0)
+            made.launch(name, 20.0 * i + 12, 100.0, runs=200.0 * i + 500)
+        made.span("user_annotation", "energylens::decode", 1000.0, 50.0)
+        link = None
+        for i, name in enumerate(names):
+            link = made.launch(
+                name, 1005.0, 2.0**i, runs=2000.0 + 50 * i, call="cudaGraphLaunch", link=link
+            )
+        return made
+
+    def seconds(names: list[str]) -> dict[Kind, int]:
+        path = trace(names).write(tmp_path / "trace.json")
+        kinds = breakdown(kernel_table(path))["decode"]
+        return {kind: round(s / US) for kind, s in kinds.items()}
+
+    names = [name for name, _ in step]
+    assert seconds(names) == {Kind.ELEMENTWISE: 12, Kind.NORM: 2, Kind.GEMM: 1}
+    # Other kernels than the eager step's: the names decide.
+    assert seconds([*names, "nvjet_b"]) == {Kind.GEMM: 17, Kind.ELEMENTWISE: 14}
+
+
 KINDS = sorted(kind.value for kind in Kind)
 
 

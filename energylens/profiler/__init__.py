@@ -1,0 +1,1 @@
+"""Ground truth: real models run under a meter, and what their kernel traces say."""

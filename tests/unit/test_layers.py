@@ -42,6 +42,11 @@ INTERNAL: dict[str, set[str]] = {
     "bench/calibrate": {"fit", "cost"},
     # The laws' constants are fitted with the laws themselves, so that both cannot drift apart.
     "fit": {"spec", "graph", "results", "store", "cost", "schedule", "files"},
+    "measured": {"spec", "results", "anchors"},
+    "profiler": {
+        *("spec", "lower", "meter", "store", "bench"),
+        *("results", "measured", "anchors", "files"),
+    },
     "cli": set(),  # all, inside the verb's function; checked apart
 }
 """Package or module -> what it may import beside itself and `OPEN`."""
@@ -63,6 +68,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "store": {"pandas"},
     "bench": {"torch", "transformers", "vllm", "yaml", "rich", "numpy"},
     "fit": {"numpy", "scipy", "sklearn", "pandas"},
+    "profiler": {"torch", "transformers", "vllm", "numpy", "scipy", "rich"},
     "cli": {"typer", "rich"},
 }
 """Package, module or ``package/module`` -> third-party libraries that it may import."""

@@ -1,0 +1,1 @@
+"""Engine ``vllm``: the real engine with its own defaults, stepped in this process."""

@@ -238,17 +238,17 @@ def check_layout(config: Any, request: ProfileRequest) -> None:
         UnsupportedError: the heads or experts do not divide; the text lists what does.
     """
     tp, ep = request.parallelism.tp, request.parallelism.ep
-    experts = getattr(config, "num_experts", 0) or getattr(config, "num_local_experts", 0)
+    found = (getattr(config, name, None) for name in ("num_experts", "num_local_experts"))
+    experts = next((int(n) for n in found if n), 0)
     if ep > 1:
         if not experts or experts % ep:
-            found = f"{experts} experts" if experts else "no experts"
             raise UnsupportedError(
-                f"--ep {ep}: the model has {found}; allowed: {_divisors(experts or 1)}"
+                f"--ep {ep}: the model has {experts or 'no'} experts; allowed: "
+                f"{_divisors(experts or 1)}"
             )
         return  # expert plans leave attention whole
-    heads = getattr(config, "num_key_value_heads", None) or getattr(
-        config, "num_attention_heads", tp
-    )
+    found = (getattr(config, name, None) for name in ("num_key_value_heads", "num_attention_heads"))
+    heads = next((int(n) for n in found if n), tp)
     if heads % tp:
         raise UnsupportedError(
             f"--tp {tp}: does not divide the model's {heads} KV heads; allowed: {_divisors(heads)}"

@@ -15,7 +15,7 @@ so they add up to the window, launch gaps included::
   the energy of the window is read between them from the slope of the energy counter.
 * The load outlasts the window, so that the sensors see its edges clearly.
 
-Worker 0 decides how many steps there are; all workers make the same ones.
+Worker 0 decides how many steps follow, a quarter of a second at a time; all workers make the same.
 """
 
 from __future__ import annotations
@@ -80,6 +80,10 @@ class Team(Protocol):
         ...
 
 
+_ORDER_S = 0.25
+"""Seconds of steps that worker 0 orders at a time."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """How long a phase is run.
@@ -121,60 +125,98 @@ def run_window(
         now: monotonic seconds, the clock of the sensors.
         progress: is told the share of the work that is done, 0 to 1.
     """
-    before, pace_s, host_share = _lone_steps(stepper, team, limits, now)
-    settle, count, tail = team.tell(_counts(pace_s, limits))
-    total = settle + count + tail
+    lone = _lone_steps(stepper, team, limits, now)
+    plan = _Plan(limits, lone.pace_s, now)
     marks: list[Any] = []
-    start_s = end_s = math.nan
-    team.gather(None)  # nobody starts earlier than the last one
-    for queued in range(1, total + 1):
+    passed_s: list[float] = []  # when the host saw the device pass each mark
+
+    def step() -> None:
         stepper.step()
         marks.append(stepper.mark())
-        done = queued - 1 if stepper.queued else queued  # one more in flight, where that can be
-        if done >= 1:
-            stepper.wait(marks[done - 1])
-        if done == settle:
-            start_s = now()
-        if done == settle + count:
-            end_s = now()
-        progress(queued / total)
+        if len(marks) > len(passed_s) + stepper.queued:  # one more in flight, where that can be
+            stepper.wait(marks[len(passed_s)])
+            passed_s.append(now())
+
+    team.gather(None)  # nobody starts earlier than the last one
+    begin: dict[str, int] = {}
+    while (order := team.tell(plan.order(len(marks)))) is not None:
+        part, count = order
+        begin.setdefault(part, len(marks))
+        for _ in range(count):
+            step()
+        progress(plan.share(len(marks)))
     stepper.wait(marks[-1])
-    window = marks[settle - 1 : settle + count]
+    first, last = begin["window"] - 1, begin["tail"] - 1
     return WorkerWindow(
-        times_s=tuple(stepper.seconds(a, b) for a, b in pairwise(window)),
-        start_s=start_s,
-        end_s=end_s,
-        host_share=host_share,
-        context_len=stepper.context_len(before + settle, count),
+        times_s=tuple(stepper.seconds(a, b) for a, b in pairwise(marks[first : last + 1])),
+        start_s=passed_s[first],
+        end_s=passed_s[last],
+        host_share=lone.host_share,
+        context_len=stepper.context_len(lone.count + first + 1, last - first),
     )
 
 
-def _lone_steps(
-    stepper: Stepper, team: Team, limits: Limits, now: Callable[[], float]
-) -> tuple[int, float, float | None]:
-    """Steps made, seconds of the last one, and the host's share of them."""
+class _Plan:
+    """Worker 0's decisions: which part the next steps belong to, and how many they are."""
+
+    def __init__(self, limits: Limits, pace_s: float, now: Callable[[], float]) -> None:
+        self._limits, self._pace_s, self._now = limits, pace_s, now
+        self._begin_s = now()
+        self._window: tuple[float, int] | None = None
+        self._tail = False
+
+    def order(self, done: int) -> tuple[str, int] | None:
+        """Part and number of the next steps, after ``done``; None where all is done."""
+        limits, now_s = self._limits, self._now()
+        if done:
+            self._pace_s = max((now_s - self._begin_s) / done, 1e-9)
+        if self._tail:
+            return None
+        if self._window is None:
+            left_s = self._begin_s + limits.settle_s - now_s
+            if not done or left_s > 0:
+                return "settle", self._count(left_s)
+            self._window = now_s, done
+        left_s = self._window[0] + limits.window_s - now_s
+        left = self._window[1] + limits.repeats - done
+        if left_s > 0 or left > 0:
+            return "window", self._count(max(left_s, left * self._pace_s))
+        self._tail = True
+        return "tail", max(1, math.ceil(limits.tail_s / self._pace_s))
+
+    def share(self, done: int) -> float:
+        """Part of the run that is done."""
+        limits = self._limits
+        window_s = max(limits.window_s, limits.repeats * self._pace_s)
+        return min(1.0, (self._now() - self._begin_s) / (limits.settle_s + window_s))
+
+    def _count(self, left_s: float) -> int:
+        return max(1, math.ceil(min(left_s, _ORDER_S) / self._pace_s))
+
+
+@dataclass(frozen=True, slots=True)
+class _Lone:
+    """Lone steps: how many, seconds of one, and the host's share of them."""
+
+    count: int
+    pace_s: float
+    host_share: float | None
+
+
+def _lone_steps(stepper: Stepper, team: Team, limits: Limits, now: Callable[[], float]) -> _Lone:
     shares: list[float] = []
+    paces_s: list[float] = []
     begin = now()
-    done = 0
     while True:
         start = now()
         stepper.step()
         launched = now()
         stepper.wait(stepper.mark())
-        pace_s = max(now() - start, 1e-9)
-        done += 1
-        shares.append((launched - start) / pace_s)
+        paces_s.append(max(now() - start, 1e-9))
+        shares.append((launched - start) / paces_s[-1])
+        done = len(paces_s)
         if not team.tell(done < 2 or (done < limits.lone and now() - begin < limits.settle_s)):
             break
     # The first one does what is done only once.
     share = statistics.median(shares[1:]) if stepper.queued else None
-    return done, pace_s, share
-
-
-def _counts(pace_s: float, limits: Limits) -> tuple[int, int, int]:
-    """Steps of settling, window and tail."""
-    return (
-        max(1, math.ceil(limits.settle_s / pace_s)),
-        max(limits.repeats, math.ceil(limits.window_s / pace_s)),
-        max(1, math.ceil(limits.tail_s / pace_s)),
-    )
+    return _Lone(len(paces_s), statistics.median(paces_s[1:]), share)

@@ -17,6 +17,7 @@ from energylens.report.frontier import (
     frontier_table,
 )
 from energylens.report.prediction import infeasible_document, prediction_document, prediction_table
+from energylens.report.profile import profile_csv, profile_table
 from energylens.report.service import serving_document, serving_infeasible_document, serving_table
 from energylens.report.validation import validation_document, validation_table
 from energylens.report.validation_page import validation_page, validation_plot
@@ -38,6 +39,8 @@ __all__ = [
     "listing_table",
     "prediction_document",
     "prediction_table",
+    "profile_csv",
+    "profile_table",
     "serving_document",
     "serving_infeasible_document",
     "serving_table",

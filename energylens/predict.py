@@ -42,6 +42,7 @@ from energylens.schedule import (
     Spreads,
     StepResult,
     Worker,
+    kernel_result,
     step,
     totals,
 )
@@ -137,7 +138,7 @@ class Machine:
         result = step(
             ops,
             costs,
-            self._workers(by_worker),
+            self._workers(ops, by_worker),
             constants=self._constants,
             spreads=Spreads(
                 memory_power=spread.memory_power,
@@ -171,19 +172,30 @@ class Machine:
             own = [[costs[op.key] for op in ops] for ops in by_worker]
             ops, host = by_worker[0], self._host(by_worker[0], s.mode, lone)
             latency[i], energy[i] = totals(
-                ops, own[0], self._workers(own), self._constants, host, s.mode
+                ops, own[0], self._workers(ops, own), self._constants, host, s.mode
             )
         return latency, energy
 
-    def _workers(self, by_worker: Sequence[Sequence[Cost]]) -> list[Worker]:
-        """The boards, with the costs of the ops on each; one list of costs stands for all."""
-        workers = []
-        for i, b in enumerate(self.boards):
-            latency_s, energy_j = b.localise(by_worker[i if len(by_worker) > 1 else 0])
-            workers.append(
-                Worker(idle_w=b.idle_w, cap_w=self.cap_w, latency_s=latency_s, energy_j=energy_j)
-            )
+    def _workers(self, ops: Sequence[Op], by_worker: Sequence[Sequence[Cost]]) -> list[Worker]:
+        """The boards, with the costs of the ops on each; one list of costs stands for all.
+
+        Which worker is the fullest differs from layer to layer, but the slowest board holds all of
+        them up: it is taken to be the fullest, the next slowest the next.
+        """
+        fullest = by_worker[0]
+        workers = [self._on(b, fullest) for b in self.boards]
+        if len(by_worker) == 1:
+            return workers
+        alone = [kernel_result(ops, fullest, w, self._constants) for w in workers]
+        slowest_first = sorted(range(len(workers)), key=lambda i: alone[i][:2], reverse=True)
+        loads = sorted(by_worker, key=lambda costs: -sum(c.latency_s for c in costs))
+        for i, costs in zip(slowest_first, loads, strict=True):
+            workers[i] = self._on(self.boards[i], costs)
         return workers
+
+    def _on(self, board: Board, costs: Sequence[Cost]) -> Worker:
+        latency_s, energy_j = board.localise(costs)
+        return Worker(idle_w=board.idle_w, cap_w=self.cap_w, latency_s=latency_s, energy_j=energy_j)
 
     @property
     def _constants(self) -> Constants:

@@ -133,7 +133,10 @@ class Machine:
                 has less to hide behind.
         """
         costs = self.model.costs(ops)
-        by_worker = [costs, *(self.model.costs(o) for o in others)]
+        known = dict(zip((op.key for op in ops), costs, strict=True))
+        new = {op.key: op for own in others for op in own if op.key not in known}
+        known |= zip(new, self.model.costs(list(new.values())), strict=True)
+        by_worker = [costs, *([known[op.key] for op in own] for own in others)]
         laws, spread = self.laws, self.spread
         result = step(
             ops,

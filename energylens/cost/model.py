@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from energylens.cost.features import features, prior, shares
 from energylens.cost.regress import GaussianProcess
 from energylens.cost.roofline import roofline
-from energylens.cost.transfer import TRANSFERRED_REL_SE, stand_in
+from energylens.cost.transfer import stand_in, transferred_rel_se
 from energylens.graph import Op
 from energylens.results import Cost, Source
 from energylens.spec.system import Device, Link
@@ -235,7 +235,7 @@ class CostModelSet(AbstractCostModel):
         own, its = prior(op, self.device), prior(other, self.device)
         latency = cost.latency_s * own.latency_s / its.latency_s
         s = shares(op, own, latency, self.compute_scale)
-        latency_se, energy_se = TRANSFERRED_REL_SE
+        latency_se, energy_se = transferred_rel_se(op, self.device)
         return replace(
             cost,
             latency_s=latency,

@@ -6,13 +6,22 @@ has none, that of its stand-in is taken, and the priors carry what the two diffe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from energylens.graph import KERNELS, Op, Shape
+from energylens.spec.system import Device
+from energylens.units import bytes_per_value
 
 TRANSFERRED_REL_SE = (0.3, 0.35)
 """Latency and energy of an op by its stand-in; `benchmarks/narrow_weights.py` shows latencies."""
+
+UNPACKED_REL_SE = 0.35
+"""On top of it where weights are unpacked to 16 bits, of which no kernel was compared.
+
+Whole decode steps of gpt-oss-20b on an H100 (ML.ENERGY's table) took 1.4 times as long as priced.
+"""
 
 STAND_IN_DTYPE = "bf16"
 
@@ -57,6 +66,15 @@ _STAND_INS: Mapping[str, tuple[str, Callable[[Shape], dict[str, float]]]] = {
     "vllm_latent_prefill": ("vllm_attention_prefill", _equal_heads),
 }
 """Kernel -> the one that stands for it, and its sizes from those of the op."""
+
+
+def transferred_rel_se(op: Op, device: Device) -> tuple[float, float]:
+    """Relative standard errors of latency and energy of ``op`` by its stand-in, of that alone."""
+    latency, energy = TRANSFERRED_REL_SE
+    narrow = bytes_per_value(op.dtype) < bytes_per_value(STAND_IN_DTYPE)
+    if narrow and device.peak(op.dtype) == device.peak(STAND_IN_DTYPE):
+        return math.hypot(latency, UNPACKED_REL_SE), math.hypot(energy, UNPACKED_REL_SE)
+    return latency, energy
 
 
 def stand_in(op: Op) -> Op:

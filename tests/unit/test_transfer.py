@@ -11,7 +11,7 @@ import pytest
 from energylens.cost.bundle import select
 from energylens.cost.features import prior
 from energylens.cost.model import CostModelSet
-from energylens.cost.transfer import TRANSFERRED_REL_SE, stand_in
+from energylens.cost.transfer import TRANSFERRED_REL_SE, stand_in, transferred_rel_se
 from energylens.graph import Op, make_op
 from energylens.predict import Catalogue
 from energylens.results import Source
@@ -103,6 +103,18 @@ def test_narrow_weights_are_never_priced_as_wide_ones(model: CostModelSet) -> No
     assert times[0] / times[1] == pytest.approx(2, rel=0.1)
     assert times[0] / times[2] == pytest.approx(16 / 4.25, rel=0.1)
     assert [c.source for c in costs[1:]] == [Source.TRANSFERRED] * 2
+
+
+def test_weights_that_are_unpacked_are_less_certain(model: CostModelSet) -> None:
+    wide = make_op("gemm", m=1, n=28672, k=8192)
+    packed, narrow = (replace(wide, dtype=d) for d in ("mxfp4", "fp8_block"))
+    four, eight = model.costs([packed, narrow])
+    assert four.latency_rel_se > 0.46 > eight.latency_rel_se
+    # A device without arithmetic in eight bits unpacks those too.
+    a6000 = CATALOGUE.device("a6000")
+    assert transferred_rel_se(narrow, H200) == TRANSFERRED_REL_SE
+    assert transferred_rel_se(narrow, a6000) == transferred_rel_se(packed, H200)
+    assert transferred_rel_se(wide, a6000) == TRANSFERRED_REL_SE
 
 
 @pytest.mark.parametrize("kernel", ["vllm_latent_decode", "vllm_latent_write"])

@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from rich.console import Console, RenderableType
 
+from energylens.meter.base import DeviceInfo
 from energylens.report import (
     doctor_document,
     doctor_text,
@@ -346,14 +347,14 @@ def test_facts_are_indented_lines_and_like_records_columns(
 
 
 def test_doctor_says_per_board_what_works_and_why_not() -> None:
-    board = {"uuid": "GPU-1", "name": "NVIDIA H200", "power_limit_w": 700.0}
+    board = asdict(DeviceInfo(uuid="GPU-1", name="NVIDIA H200", power_limit_w=700.0))
     document = doctor_document(
         {
             "python": "3.11.7",
             "platform": "Linux",
             "tegra": None,
             "libraries": (("torch", False), ("pynvml", True)),
-            "nvml_error": None,
+            "meter_error": None,
             "devices": (board,),
             "visible": (),
             "capabilities": (

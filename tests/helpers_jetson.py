@@ -173,10 +173,10 @@ class Tree:
         return self.write("sys/class/thermal/thermal_zone1/temp", f"{celsius * 1000:.0f}\n")
 
     def over_current(self, count: int) -> Path:
-        self.write("sys/class/hwmon/hwmon9/name", "soctherm_oc\n")
-        for n in (1, 2):
-            self.write(f"sys/class/hwmon/hwmon9/oc{n}_event_cnt", "0\n")
-        return self.write("sys/class/hwmon/hwmon9/oc3_event_cnt", f"{count}\n")
+        chip = self.root / "sys/class/hwmon/hwmon9"
+        self._put(chip / "oc1_event_cnt", 0)
+        self._put(chip / "oc3_event_cnt", count)
+        return self.write(chip / "name", "soctherm_oc\n") if not (chip / "name").exists() else chip
 
     def power_mode(self, number: int, names: Sequence[str] = ("15W", "7W")) -> None:
         self.write("var/lib/nvpmodel/status", f"pmode:{number:04d} fmode:quiet\n")

@@ -13,6 +13,7 @@ from pathlib import Path
 from energylens.errors import MeterError
 from energylens.meter.base import AbstractMeter, Capability, DeviceInfo
 from energylens.meter.choose import POWER_SENSORS, choose_meter
+from energylens.meter.host import HostMeter
 from energylens.meter.nvml import visible_devices
 from energylens.meter.tegra import tegra_board
 
@@ -36,6 +37,7 @@ class Diagnosis:
         devices: every board; visible: UUIDs of those that CUDA will show.
         visible_error: why ``visible`` is not known, or None.
         capabilities: one row per board and sensor.
+        host: one row per energy counter of the machine's CPUs and memory.
         calibrate_blockers: why `energylens calibrate` cannot run here; empty where it can.
         hints: what to change, one line each, the most important first.
     """
@@ -49,6 +51,7 @@ class Diagnosis:
     visible: tuple[str, ...]
     visible_error: str | None
     capabilities: tuple[Capability, ...]
+    host: tuple[Capability, ...]
     calibrate_blockers: tuple[str, ...]
     hints: tuple[str, ...]
 
@@ -102,6 +105,7 @@ def diagnose(
         visible=visible,
         visible_error=visible_error,
         capabilities=capabilities,
+        host=HostMeter(root).capabilities(),
         calibrate_blockers=tuple(_calibrate_blockers(lacking, visible, visible_error, meter_error)),
         hints=tuple(hints),
     )

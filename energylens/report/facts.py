@@ -67,10 +67,15 @@ def doctor_text(document: Mapping[str, Any]) -> str:
         lines += [f"  note: {note}" for note in board["notes"]]
         for sensor in document["capabilities"]:
             if sensor["uuid"] == board["uuid"]:
-                detail = sensor["reason"] or sensor["scope"]
-                note = f" ({detail})" if detail else ""
-                lines.append(f"  {sensor['sensor']}: {sensor['state']}{note}")
+                lines.append(f"  {sensor['sensor']}: {_state_of(sensor)}")
+    for counter in document["host"]:
+        lines.append(f"host {counter['uuid'].partition('/')[2]} energy: {_state_of(counter)}")
     return "\n".join([*lines, *(f"to do: {hint}" for hint in document["hints"])])
+
+
+def _state_of(sensor: Mapping[str, Any]) -> str:
+    detail = sensor["reason"] or sensor["scope"]
+    return f"{sensor['state']} ({detail})" if detail else str(sensor["state"])
 
 
 def _power_of(board: Mapping[str, Any]) -> str:

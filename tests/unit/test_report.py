@@ -366,6 +366,15 @@ def test_doctor_says_per_board_what_works_and_why_not() -> None:
                     "scope": None,
                 },
             ),
+            "host": (
+                {
+                    "uuid": "0a1b2c/package-0",
+                    "sensor": "energy",
+                    "state": "supported",
+                    "reason": None,
+                    "scope": "cpu_pkg",
+                },
+            ),
             "calibrate_blockers": ("no board is visible to CUDA",),
             "hints": ("show the board to CUDA",),
         }
@@ -379,5 +388,6 @@ def test_doctor_says_per_board_what_works_and_why_not() -> None:
         "libraries: torch no, pynvml yes",
         "NVIDIA H200 GPU-1, power limit 700 W, hidden from CUDA",
         "  energy: not_supported (old board)",
+        "host package-0 energy: supported (cpu_pkg)",
         "to do: show the board to CUDA",
     ]

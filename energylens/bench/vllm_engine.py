@@ -120,6 +120,8 @@ class VllmEngine:
         layers: int | None = None,
         shrink: int = 1,
         workers: int = 1,
+        stages: int = 1,
+        expert_parallel: bool = False,
         memory_share: float = 0.85,
         batch_tokens: int | None = None,
     ) -> None:
@@ -130,6 +132,8 @@ class VllmEngine:
             layers: number of layers, the model's own by default.
             shrink: divides widths and heads.
             workers: tensor-parallel degree.
+            stages: pipeline-parallel degree.
+            expert_parallel: whole experts on each worker instead of slices of all.
             memory_share: part of the device memory for weights and cache.
             batch_tokens: most tokens of a step, vLLM's own default for offline use if None.
 
@@ -164,6 +168,8 @@ class VllmEngine:
             max_model_len=LONGEST,
             gpu_memory_utilization=memory_share,
             tensor_parallel_size=workers,
+            pipeline_parallel_size=stages,
+            enable_expert_parallel=expert_parallel,
             **limits,
         )
         self.engine = self._llm.llm_engine
@@ -230,12 +236,10 @@ class VllmEngine:
             self.engine.step()
 
     @contextmanager
-    def stepper(self, phase: str, batch: int, prompt_len: int) -> Iterator[Callable[[], None]]:
+    def stepper(self, phase: str, batch: int, prompt_len: int) -> Iterator[Callable[[], object]]:
         """What runs one step: a whole prefill alone, or one of many decode steps in a row."""
-        import torch
-
-        prompts = self._prompts([prompt_len] * batch)
         if phase == "prefill":
+            prompts = self._prompts([prompt_len] * batch)
 
             def prefill() -> None:
                 self._add(prompts, 1)
@@ -244,15 +248,26 @@ class VllmEngine:
             prefill()
             yield prefill
             return
+        with self.tokens(batch, prompt_len) as decode:
+            yield decode
+
+    @contextmanager
+    def tokens(self, batch: int, prompt_len: int) -> Iterator[Callable[[], int]]:
+        """What runs one engine step of a batch that only decodes, and tells the tokens it made.
+
+        With pipeline stages these are those of one group of sequences, else of all.
+        """
+        import torch
+
         started: set[str] = set()
-        names = self._add(prompts, LONGEST - prompt_len)
+        names = self._add(self._prompts([prompt_len] * batch), LONGEST - prompt_len)
         while len(started) < batch:
             started |= {o.request_id for o in self.engine.step()}
 
-        def decode() -> None:
-            self.engine.step()
+        def step() -> int:
+            return sum(len(o.outputs[0].token_ids) for o in self.engine.step())
 
-        yield decode
+        yield step
         self.engine.abort_request(names)
         self._drain()
         torch.cuda.synchronize()
@@ -306,7 +321,7 @@ class VllmEngine:
 
 
 def _repeat(
-    once: Callable[[], None],
+    once: Callable[[], object],
     settle_s: float,
     window_s: float,
     context: Callable[[float], float],

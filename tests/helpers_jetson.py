@@ -122,7 +122,7 @@ class Tree:
                 files = f"in_voltage{k}_input in_current{k}_input in_power{k}_input"
                 self.rails[name] = (chip, files)
                 self.set(name, rails[name])
-            self.link(f"sys/bus/i2c/drivers/ina3221x/0-004{n}", self.root / client)
+            self._client(client, "ina3221x")
             self.link(f"sys/bus/iio/devices/iio:device{n}", chip)
 
     def _hwmon(self, kind: str) -> Path:
@@ -132,8 +132,15 @@ class Tree:
         chip = self.root / client / "hwmon" / f"hwmon{number}"
         self.write(chip / "name", kind + "\n")
         self.link(f"sys/class/hwmon/hwmon{number}", chip)
-        self.link(f"sys/bus/i2c/drivers/{kind}/{address}", self.root / client)
+        self._client(client, kind)
         return chip
+
+    def _client(self, client: str, driver: str) -> None:
+        """The I2C device that a monitor is, in the lists of devices and of its driver."""
+        folder = self.root / client
+        self.write(folder / "name", driver + "\n")
+        self.link(f"sys/bus/i2c/devices/{folder.name}", folder)
+        self.link(f"sys/bus/i2c/drivers/{driver}/{folder.name}", folder)
 
     def set(self, rail: str, milliwatt: float, *, millivolt: float = MILLIVOLT) -> float:
         """Let a rail draw so much; returns the watts that the files say, in whole mV and mA."""
@@ -220,7 +227,7 @@ def rail(milliwatt: float, **more: Any) -> dict[str, Any]:
 def power(rails: Mapping[str, float]) -> dict[str, Any]:
     """``jtop.power``: the input rail is moved into ``tot``, else ``tot`` sums all rails."""
     named = {name: rail(milliwatt) for name, milliwatt in rails.items() if name != "NC"}
-    for name in ("POM_5V_IN", "VDD_IN"):
+    for name in ("VIN", "POM_5V_IN", "VDD_IN"):
         if name in named:
             return {"tot": named.pop(name) | {"name": name}, "rail": named}
     sums = {key: sum(one[key] for one in named.values()) for key in ("power", "avg")}

@@ -343,26 +343,35 @@ class JtopSource(AbstractSource):
         self._client: Any = None
 
     def open(self) -> None:
-        """Connect to the service."""
-        self._client = self._module.jtop(interval=_JTOP_INTERVAL_S)
-        try:
-            self._client.start()
-        except self._errors as error:
-            text = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-            hint = next((h for words, h in _JTOP_HINTS if words in text), "look at jtop --health")
-            raise MeterError(f"jtop: {text} {hint}") from error
+        """Connect to the service, at the pace that it has if another client has set one."""
+        self._client = self._connected(_JTOP_INTERVAL_S)
+        if self._client.interval > _JTOP_INTERVAL_S:  # a client that expects more repeats itself
+            pace_s = self._client.interval
+            self._client.close()
+            self._client = self._connected(pace_s)
         version = getattr(self._module, "__version__", "")
         self.name = f"jtop {version}".strip() + f", every {self._client.interval:g} s"
 
+    def _connected(self, interval_s: float) -> Any:
+        client = self._module.jtop(interval=interval_s)
+        try:
+            client.start()
+        except self._errors as error:
+            text = (str(error) or repr(error)).partition("\n")[0].partition(" Please")[0]
+            hint = next((h for words, h in _JTOP_HINTS if words in text), "look at jtop --health")
+            raise MeterError(f"jtop: {text.rstrip('.:')}; {hint}") from error
+        return client
+
     def read(self) -> Frame:
         """The service's next answer."""
+        client = self._client  # `close` may come in between
         try:
-            if not self._client.ok():  # waits for the next answer
+            if not client.ok():  # waits for the next answer
                 raise MeterError("jtop: its service stopped")
-            rails = dict(self._rails())
-            gpu: Mapping[str, Any] = next(iter(dict(self._client.gpu).values()), {})
+            rails = dict(_rails(client.power))
+            gpu: Mapping[str, Any] = next(iter(dict(client.gpu).values()), {})
             temperature: Mapping[str, Any] = next(
-                (t for n, t in self._client.temperature.items() if "gpu" in n.lower()), {}
+                (t for n, t in client.temperature.items() if "gpu" in n.lower()), {}
             )
         except self._errors as error:
             raise MeterError(f"jtop: {error}") from error
@@ -377,28 +386,6 @@ class JtopSource(AbstractSource):
             over_current=self._state.over_current(),
         )
 
-    def _rails(self) -> Iterator[tuple[str, tuple[float, float]]]:
-        """Rail, its watts and their resolution.
-
-        jtop moves the input rail out of ``rail`` into ``tot``, which then has its name; without a
-        name ``tot`` is a sum of all rails. Without sensors there is no ``rail``.
-        """
-        power = self._client.power or {}
-        rails = dict(power.get("rail") or {})
-        total = power.get("tot") or {}
-        if "name" in total:
-            rails[total["name"]] = total
-        for label, rail in rails.items():
-            # USB-C and other supplies are listed too: what was agreed on, not what flows.
-            measured = str(rail.get("type", "INA")).startswith("INA")
-            if not measured or rail.get("online") is False or label.upper() == "NC":
-                continue
-            volt, current = rail.get("volt"), rail.get("curr")
-            if volt is not None and current is not None:
-                yield rail_name(label), (volt * current * 1e-6, volt * 1e-6)
-            elif rail.get("power") is not None:
-                yield rail_name(label), (rail["power"] * W_PER_MW, W_PER_MW)
-
     def close(self) -> None:
         """Leave the service."""
         if self._client is not None:
@@ -409,6 +396,29 @@ class JtopSource(AbstractSource):
         """Power mode as the service knows it."""
         model = self._client.nvpmodel if self._client is not None else None
         return str(model.name) if model is not None else None
+
+
+def _rails(power: Mapping[str, Any] | None) -> Iterator[tuple[str, tuple[float, float]]]:
+    """Rail, its watts and their resolution, from ``jtop.power``.
+
+    jtop moves the input rail out of ``rail`` into ``tot``, which then has its name; without a
+    name ``tot`` is a sum of all rails. Without sensors there is no ``rail``.
+    """
+    power = power or {}
+    rails = dict(power.get("rail") or {})
+    total = power.get("tot") or {}
+    if "name" in total:
+        rails[total["name"]] = total
+    for label, rail in rails.items():
+        # USB-C and other supplies are listed too: what was agreed on, not what flows.
+        measured = str(rail.get("type", "INA")).startswith("INA")
+        if not measured or rail.get("online") is False or label.upper() == "NC":
+            continue
+        volt, current = rail.get("volt"), rail.get("curr")
+        if volt is not None and current is not None:
+            yield rail_name(label), (volt * current * 1e-6, volt * 1e-6)
+        elif rail.get("power") is not None:
+            yield rail_name(label), (rail["power"] * W_PER_MW, W_PER_MW)
 
 
 def _load() -> Any:

@@ -173,7 +173,8 @@ def test_b2_only_samples_inside_the_window_count(tmp_path: Path) -> None:
 
 
 def test_b2_the_thread_stops_when_it_is_told_to(tmp_path: Path) -> None:
-    meter = JetsonMeter(orin_nano(tmp_path).root, clock=time.monotonic)
+    jtop = FakeJtop({}, clock=Clock(), error="not active")
+    meter = JetsonMeter(orin_nano(tmp_path).root, jtop=jtop, clock=time.monotonic)
     with meter.recorder([meter.devices()[0].uuid]) as recorder:
         time.sleep(0.3)
         start = time.monotonic()
@@ -295,14 +296,14 @@ def test_b64_an_offline_thermometer_is_missing_and_not_minus_256(tmp_path: Path)
 # ----------------------------------------------------------------------- where the rails come from
 
 
-def test_jtop_comes_before_sysfs_and_says_how_often_it_answers(tmp_path: Path) -> None:
+def test_jtop_comes_before_sysfs_and_is_followed_at_its_own_pace(tmp_path: Path) -> None:
     clock = Clock()
     meter, jtop = jtop_meter(
         orin_nano(tmp_path).root, fake.power(fake.ORIN_NANO), clock, interval=0.7
     )
     (info,) = meter.devices()
     assert info.power_source == "jtop 4.3.2, every 0.7 s"
-    assert jtop.asked_s == [0.5]
+    assert jtop.asked_s == [0.5, 0.7]  # another client has set the pace
     assert jtop.open_clients == 0  # none is left behind by the probe
 
 
@@ -330,7 +331,7 @@ def test_b50_b59_b61_sysfs_stands_in_for_jtop_with_the_reason_in_the_record(
     (info,) = meter.devices()
     assert info.power_source == "power monitors in sysfs, every 0.05 s"
     (note,) = (n for n in info.notes if n.startswith("jtop: "))
-    assert note.startswith(f"jtop: {error.splitlines()[0]}")
+    assert note.startswith(f"jtop: {error.splitlines()[0].split('. Please')[0].rstrip('.')}; ")
     assert hint in note
     assert note.endswith("is used instead")
     assert meter.capabilities()[1].state == "supported"
@@ -586,6 +587,46 @@ def test_rails_of_other_machines_are_no_jetson(tmp_path: Path) -> None:
     assert not has_rails(tree.root)
     tree.ina3221(fake.ORIN_NANO)
     assert has_rails(tree.root)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # its own
+@pytest.mark.parametrize(
+    ("rails", "older"),
+    [
+        (fake.ORIN_NANO, False),
+        (fake.AGX_ORIN, False),
+        (fake.AGX_XAVIER, False),
+        (fake.THOR, False),
+        (fake.NANO, True),
+        (fake.TX2, True),
+    ],
+)
+def test_jetson_stats_reads_the_same_from_these_trees(
+    tmp_path: Path, rails: dict[str, float], older: bool
+) -> None:
+    """The library itself, where it is installed, finds in the trees what the stand-in answers."""
+    jtop_power = pytest.importorskip("jtop.core.power")
+    tree = Tree(tmp_path)
+    if older:
+        tree.iio(rails)
+    else:
+        tree.ina3221(rails)
+    if rails is fake.THOR:
+        tree.ina238(60_000)
+        rails = rails | {"VIN": 60_000.0}
+    service = object.__new__(jtop_power.PowerService)
+    service._power_avg = {}
+    service._power_sensor = jtop_power.find_all_i2c_power_monitor(
+        str(tree.root / "sys/bus/i2c/devices")
+    )
+    status, expected = service.get_status(), fake.power(rails)
+    assert status["tot"].get("name") == expected["tot"].get("name")
+    for name, one in expected["rail"].items():
+        read_w = {key: status["rail"][name][key] for key in ("volt", "curr", "power", "online")}
+        assert read_w == {key: one[key] for key in read_w}
+    assert status["tot"]["power"] == expected["tot"]["power"]
+    meter, _ = jtop_meter(tmp_path / "none", status, Clock())
+    assert meter._frame.watts == pytest.approx(sysfs_meter(tree)._frame.watts)
 
 
 def test_samples_survive_a_recording(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ UNTRIED = "the Jetson meter was tested on replayed sensors, not run on hardware"
 """Said wherever its results are shown."""
 
 _MAX_FAILURES = 10
-_IDLE, _OVER_CURRENT = 0x1, 0x80  # as NVML's gpu_idle and hw_power_brake
+_IDLE, _OVER_CURRENT, _GOVERNOR = 0x1, 0x80, 1 << 24  # see `CLOCK_EVENT_REASONS`
 _NO_COUNTER = "Jetson modules have no energy counter; power is integrated"
 _CONTAINERS = (".dockerenv", "run/.containerenv")
 
@@ -68,8 +68,12 @@ class _Tracks:
         default_factory=lambda: {s: [] for s in ("sm_clock", "temperature", "reasons")}
     )
 
-    def add(self, t: float, frame: Frame, rails: RailMap, events: float | None) -> None:
-        """Keep a frame; ``events`` is the count of over-current events before it."""
+    def add(self, t: float, frame: Frame, rails: RailMap, events: float | None, base: int) -> None:
+        """Keep a frame.
+
+        ``events`` is the count of over-current events before it, ``base`` the reasons that hold for
+        every sample.
+        """
         for role in rails.roles:
             watts = [frame.watts.get(rail) for rail in role.rails]
             known = [w for w in watts if w is not None]
@@ -79,10 +83,9 @@ class _Tracks:
             self.state["sm_clock"].append((t, frame.clock_hz))
         if frame.temperature_c is not None:
             self.state["temperature"].append((t, frame.temperature_c))
-        if frame.over_current is not None or frame.load is not None:
-            throttled = events is not None and (frame.over_current or 0.0) > events
-            mask = (_OVER_CURRENT if throttled else 0) | (_IDLE if frame.load == 0 else 0)
-            self.state["reasons"].append((t, mask))
+        throttled = events is not None and (frame.over_current or 0.0) > events
+        mask = (_OVER_CURRENT if throttled else 0) | (_IDLE if frame.load == 0 else 0)
+        self.state["reasons"].append((t, base | mask))
 
 
 class JetsonRecorder(AbstractRecorder):
@@ -95,6 +98,9 @@ class JetsonRecorder(AbstractRecorder):
         super().__init__()
         self._info, self._source, self._map, self._clock = info, source, rails, clock
         self._tracks = _Tracks()
+        clocks = dict(info.clocks_hz)
+        is_pinned = "gpu_min" in clocks and clocks["gpu_min"] == clocks.get("gpu_max")
+        self._base = 0 if is_pinned else _GOVERNOR
         self._events: float | None = None
         self._failures = 0
         self._ended: str | None = None
@@ -141,7 +147,7 @@ class JetsonRecorder(AbstractRecorder):
         else:
             self._failures = 0
         with self._lock:
-            self._tracks.add(t, frame, self._map, self._events)
+            self._tracks.add(t, frame, self._map, self._events, self._base)
         if frame.over_current is not None:
             self._events = frame.over_current
 

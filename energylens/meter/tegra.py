@@ -339,7 +339,7 @@ class JtopSource(AbstractSource):
         """
         super().__init__("jtop", 0.0)
         self._module, self._state = module or _load(), state
-        self._errors = (self._module.JtopException, OSError, EOFError, queue.Empty)
+        self._errors = (self._module.JtopException, OSError, EOFError, KeyError, queue.Empty)
         self._client: Any = None
 
     def open(self) -> None:

@@ -61,9 +61,10 @@ CLOCK_EVENT_REASONS: Mapping[int, str] = MappingProxyType(
         0x40: "hw_thermal_slowdown",
         0x80: "hw_power_brake",
         0x100: "display_clock",
+        1 << 24: "governor",  # ours: the clock follows the load, as on a Jetson
     }
 )
-"""Name of each bit of NVML's clock event ("throttle") reasons."""
+"""Name of each bit of NVML's clock event ("throttle") reasons, and of one more."""
 THROTTLING = ("hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake")
 """Reasons that make a window invalid. The software power cap is none: a large GEMM runs at it."""
 
@@ -80,8 +81,8 @@ INVALID_FLAGS = frozenset(
     }
 )
 """Flags that make a reading invalid. The others are labels: ``power_capped``, ``gpu_idle``,
-``counter_mistrusted``, ``sensors_differ`` (by 5 to 10 %) and ``coverage`` (below 95 %; below
-80 % the reading is invalid, below 50 % there is none)."""
+``counter_mistrusted``, ``clock_scaling``, ``sensors_differ`` (by 5 to 10 %) and ``coverage`` (below
+95 %; below 80 % the reading is invalid, below 50 % there is none)."""
 
 _MAX_POWER_W = 2.0**31 * W_PER_MW
 """NVML answers nonsense above 2^31 mW when a power sensor fails."""
@@ -576,7 +577,7 @@ def _state_flags(
     limit_w, clock_max_hz = series.power_limit_w, series.sm_clock_max_hz
     load = power_w / limit_w if power_w and limit_w else 0.0
     capped = "sw_power_cap" in reasons or (0.95 <= load <= 1.2 and not series.reasons)
-    idle = "gpu_idle" in reasons
+    idle, governed = "gpu_idle" in reasons, "governor" in reasons
     slow = False
     if clocks and not capped and not idle:
         slow = min(clocks) < 0.8 * max(clocks)
@@ -585,7 +586,8 @@ def _state_flags(
     found = {
         "power_capped": capped,
         "gpu_idle": idle,
-        "throttled": slow or any(name in reasons for name in THROTTLING),
+        "throttled": (slow and not governed) or any(name in reasons for name in THROTTLING),
+        "clock_scaling": slow and governed,
         "implausible_power": load > 1.2,
     }
     return tuple(name for name, present in found.items() if present)

@@ -278,6 +278,23 @@ def test_over_current_events_make_the_window_invalid(tmp_path: Path) -> None:
     assert "hw_power_brake" in seen.reasons
 
 
+@pytest.mark.parametrize(
+    ("low", "flag", "valid"), [(306e6, "clock_scaling", True), (612e6, "throttled", False)]
+)
+def test_a_clock_that_falls_is_the_governors_unless_it_is_pinned(
+    tmp_path: Path, low: float, flag: str, valid: bool
+) -> None:
+    tree, clock = orin_nano(tmp_path), Clock()
+    tree.gpu(low=low)
+    recorder = recorder_of(sysfs_meter(tree, clock))
+    node = tree.root / "sys/class/devfreq/17000000.gpu/cur_freq"
+    play(recorder, clock, 1036, lambda t: 1020 < t < 1020.06 and node.write_text("408000000\n"))
+    seen = read(recorder, 1001, 1035)
+    assert seen.flags == (flag,)
+    assert seen.valid == valid
+    assert read(recorder, 1001, 1019).flags == ()
+
+
 def test_b64_an_offline_thermometer_is_missing_and_not_minus_256(tmp_path: Path) -> None:
     clock = Clock()
     meter, jtop = jtop_meter(tmp_path, fake.power(fake.ORIN_NANO), clock)

@@ -200,7 +200,7 @@ def compare(path: Path) -> None:
         if isinstance(result, Infeasible):
             print(f"{row['layout']:11s} {step:17s} not predicted: {result.reason}")
             continue
-        found = result.prefill if phase is Phase.PREFILL else result.decode
+        found = result.phases[phase]
         # Energy of a phase is that of one batch on all boards: replicas serve one each.
         replicas = LAYOUTS[row["layout"]].get("replicas", 1)
         tokens = row["batch"] * replicas * (row["prompt_len"] if phase is Phase.PREFILL else 1)

@@ -443,7 +443,7 @@ def collectives_worker(
     resume: bool,
     node: str,
 ) -> None:
-    """`measure_collectives` with torch.distributed, or vLLM's communicators, and the machine's meter."""
+    """`measure_collectives` with torch.distributed, or vLLM's communicators, on this machine."""
     from energylens.meter.choose import choose_meter
 
     measure_collectives(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
 from typing import Literal, Self
 
+from energylens.errors import MeterError
 from energylens.meter.rails import RailRole
 from energylens.meter.window import (
     MARGIN_S,
@@ -33,8 +34,11 @@ __all__ = [
     "SensorState",
     "counter_trust",
     "reading",
+    "require_energy",
 ]
 
+POWER_SENSORS = ("energy", "instant_power", "average_power")
+"""Sensors that give energy."""
 SensorState = Literal["supported", "not_supported", "no_permission", "stuck", "absent"]
 
 
@@ -200,3 +204,17 @@ def system_memory_bytes() -> float | None:
     if not all(name in os.sysconf_names for name in names):
         return None
     return float(os.sysconf(names[0]) * os.sysconf(names[1]))
+
+
+def require_energy(meter: AbstractMeter, info: DeviceInfo) -> None:
+    """Refuse a board without energy.
+
+    Raises:
+        MeterError: no sensor of the board gives power or energy.
+    """
+    if info.mig:
+        raise MeterError(f"{info.name}: MIG is on, and no sensor belongs to one slice; turn it off")
+    rows = [c for c in meter.capabilities() if c.uuid == info.uuid and c.sensor in POWER_SENSORS]
+    if not any(c.state == "supported" for c in rows):
+        why = "; ".join(f"{c.sensor}: {c.reason or c.state}" for c in rows)
+        raise MeterError(f"{info.name}: energy cannot be measured ({why or 'no sensor'})")

@@ -6,13 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from energylens.errors import MeterError
-from energylens.meter.base import AbstractMeter
+from energylens.meter.base import POWER_SENSORS, AbstractMeter
 from energylens.meter.jetson import JetsonMeter
 from energylens.meter.nvml import NvmlMeter
 from energylens.meter.tegra import has_rails, tegra_board
-
-POWER_SENSORS = ("energy", "instant_power", "average_power")
-"""Sensors that give energy."""
 
 
 def choose_meter(

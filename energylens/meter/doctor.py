@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from energylens.errors import MeterError
-from energylens.meter.base import AbstractMeter, Capability, DeviceInfo
-from energylens.meter.choose import POWER_SENSORS, choose_meter
+from energylens.meter.base import POWER_SENSORS, AbstractMeter, Capability, DeviceInfo
+from energylens.meter.choose import choose_meter
 from energylens.meter.host import HostMeter
 from energylens.meter.nvml import visible_devices
 from energylens.meter.tegra import tegra_board

@@ -33,15 +33,21 @@ INTERNAL: dict[str, set[str]] = {
     "predict": {"spec", "graph", "lower", "cost", "schedule", "results"},
     "explore": {"spec", "lower", "cost", "schedule", "predict", "results"},
     "serving": {"spec", "lower", "cost", "predict", "results"},
-    "truth": {"spec", "results"},
+    "truth": {"spec", "results", "anchors"},
     "validate": {"results"},
-    "report": {"spec", "results", "anchors", "validate"},
+    "baseline": {"results"},
+    "report": {"spec", "results", "anchors", "validate", "baseline"},
     "meter": set(),
     "store": {"spec", "graph", "meter", "results", "anchors", "files"},
     "bench": {"spec", "graph", "lower", "meter", "store", "results", "anchors", "files"},
     "bench/calibrate": {"fit", "cost"},
     # The laws' constants are fitted with the laws themselves, so that both cannot drift apart.
     "fit": {"spec", "graph", "results", "store", "cost", "schedule", "files"},
+    "measured": {"spec", "results", "anchors"},
+    "profiler": {
+        *("spec", "lower", "meter", "store", "bench"),
+        *("results", "measured", "anchors", "files"),
+    },
     "cli": set(),  # all, inside the verb's function; checked apart
 }
 """Package or module -> what it may import beside itself and `OPEN`."""
@@ -63,6 +69,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "store": {"pandas"},
     "bench": {"torch", "transformers", "vllm", "yaml", "rich", "numpy"},
     "fit": {"numpy", "scipy", "sklearn", "pandas"},
+    "profiler": {"torch", "transformers", "vllm", "numpy", "scipy", "rich"},
     "cli": {"typer", "rich"},
 }
 """Package, module or ``package/module`` -> third-party libraries that it may import."""

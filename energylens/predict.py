@@ -270,6 +270,8 @@ def machine(
     measured_w = bundle.power_limit_w if bundle else device.power_limit_w
     limit = power_limit_w or measured_w
     laws = bundle.laws if bundle else Laws()
+    # The name of a power mode is no cap: what was measured in it counts, above its watts too.
+    is_capped = bundle is None or device.power_mode is None or power_limit_w is not None
     idle_w = bundle.typical.idle_w if bundle else device.idle_w
     spread = bundle.spread if bundle else _UNKNOWN_SPREAD
     given = anchors.boards if anchors else ()
@@ -285,7 +287,7 @@ def machine(
         laws=laws,
         boards=boards,
         spread=left,
-        cap_w=laws.cap_fraction * limit,
+        cap_w=laws.cap_fraction * limit if is_capped else math.inf,
         limit_change=abs(limit / measured_w - 1.0),
         host=bundle.host if bundle else None,
         host_anchor=anchors.host if anchors else None,

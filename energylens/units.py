@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 J_PER_MJ = 1e-3  # NVML counts millijoules
+J_PER_UJ = 1e-6  # RAPL counts microjoules
 W_PER_MW = 1e-3  # NVML reports milliwatts
+W_PER_UW = 1e-6  # hwmon counts microwatts
+HZ_PER_KHZ = 1e3
 HZ_PER_MHZ = 1e6
 BYTES_PER_GB = 1e9
 

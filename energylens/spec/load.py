@@ -543,9 +543,27 @@ def _kernel(field: Field) -> Kernel:
 def load_device(name: str) -> Device:
     """The datasheet of a YAML file, or of a shipped one by any usual spelling (``NVIDIA H200``).
 
+    ``NAME@MODE`` is a device in one of its power modes.
+
     Raises:
-        SpecError: no such device, or something in the file is wrong.
+        SpecError: no such device or mode, or something in the file is wrong.
     """
+    base, at, mode = name.rpartition("@")
+    if not at or Path(name).is_file():
+        return _device_by_name(name)
+    device, mode = _device_by_name(base), mode.upper()
+    if mode == device.power_mode:
+        return device
+    if mode not in device.modes:
+        known = ", ".join(filter(None, (device.power_mode, *device.modes))) or "none"
+        raise SpecError(
+            f"device {device.name} has no figures for power mode {mode!r}; known: {known}; add it "
+            "under modes of a device file"
+        )
+    return device.modes[mode]
+
+
+def _device_by_name(name: str) -> Device:
     if Path(name).suffix in (".yaml", ".yml") or Path(name).is_file():
         return _device(_find(name, "devices"))
     known = list_resources("devices")
@@ -580,12 +598,12 @@ def _device(path: Path) -> Device:
             "power_limit_w",
             "idle_w",
         ),
-        ("aliases", "unified_memory"),
+        ("aliases", "unified_memory", "power_mode", "modes"),
     )
     peaks = fields["peak_flops"].mapping((), tuple(BITS))
     if not peaks:
         raise fields["peak_flops"].expected(f"at least one of: {', '.join(BITS)}")
-    return Device(
+    device = Device(
         name=fields["name"].text(),
         aliases=fields["aliases"].texts() if "aliases" in fields else (),
         memory_bytes=fields["memory_bytes"].number(),
@@ -598,6 +616,28 @@ def _device(path: Path) -> Device:
         idle_w=fields["idle_w"].number(),
         source=fields["source"].text(),
         unified_memory=fields["unified_memory"].flag() if "unified_memory" in fields else False,
+        power_mode=fields["power_mode"].text().upper() if "power_mode" in fields else None,
+    )
+    modes = fields["modes"].pairs() if "modes" in fields else {}
+    if modes and device.power_mode is None:
+        raise fields["modes"].error("key 'power_mode' is missing: which mode are the figures of?")
+    named = {mode.upper(): _in_mode(device, mode.upper(), field) for mode, field in modes.items()}
+    return replace(device, modes=MappingProxyType(named))
+
+
+def _in_mode(device: Device, mode: str, field: Field) -> Device:
+    """The device in another power mode; its peaks go with the clock."""
+    given = field.mapping(("clock_max_hz", "memory_bandwidth_bytes_s", "power_limit_w"))
+    clock_hz = given["clock_max_hz"].number()
+    peaks = {d: peak * clock_hz / device.clock_max_hz for d, peak in device.peak_flops.items()}
+    return replace(
+        device,
+        name=f"{device.name}@{mode}",
+        power_mode=mode,
+        peak_flops=MappingProxyType(peaks),
+        clock_max_hz=clock_hz,
+        memory_bandwidth_bytes_s=given["memory_bandwidth_bytes_s"].number(),
+        power_limit_w=given["power_limit_w"].number(),
     )
 
 

@@ -43,6 +43,9 @@ class Device:
         sm_count, clock_max_hz: streaming multiprocessors and their maximum clock.
         power_limit_w: default board power limit; idle_w: power with a context and nothing running.
         unified_memory: True where the CPU shares the memory (Jetson).
+        power_mode: mode that the figures hold for, where modes preset the clocks (nvpmodel). A mode
+            is no cap: its watts are nominal, and more than that is drawn at times.
+        modes: the device in its other modes, named ``NAME@MODE``.
         source: where the figures come from.
     """
 
@@ -58,6 +61,8 @@ class Device:
     idle_w: float
     source: str
     unified_memory: bool = False
+    power_mode: str | None = None
+    modes: Mapping[str, Device] = field(default_factory=lambda: MappingProxyType({}))
 
     def peak(self, dtype: str) -> float:
         """Dense peak in FLOP/s with operands stored as ``dtype``.

@@ -6,9 +6,9 @@ import abc
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import MappingProxyType, TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from energylens.errors import MeterError
 from energylens.meter.rails import RailRole
@@ -86,6 +86,20 @@ class DeviceInfo:
     rails: tuple[RailRole, ...] = ()
     notes: tuple[str, ...] = ()
 
+    @property
+    def rail_facts(self) -> dict[str, Any]:
+        """What a record says of power from rails: which they are, and what shares them; else {}."""
+        if not self.rails:
+            return {}
+        return {
+            "power_scope": self.power_scope,
+            "power_source": self.power_source,
+            "power_mode": self.power_mode,
+            "clocks_hz": dict(self.clocks_hz),
+            "rails": {r.role: asdict(r) for r in self.rails},
+            "notes": list(self.notes),
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capability:
@@ -156,6 +170,11 @@ class AbstractRecorder(abc.ABC):
         Empty for boards without rails. A role that no rail measures has a series without samples.
         """
         return MappingProxyType({})
+
+    def rail_readings(self, uuid: str, start_s: float, end_s: float) -> Mapping[str, Reading]:
+        """Role -> `reading` of its rails; empty for boards without rails."""
+        near = self.rails(uuid, start_s - MARGIN_S, end_s + MARGIN_S)
+        return {role: reading(series, start_s, end_s) for role, series in near.items()}
 
     def reading(self, uuid: str, start_s: float, end_s: float, *, min_ticks: int = 4) -> Reading:
         """`reading` of ``uuid`` over a window that has passed."""

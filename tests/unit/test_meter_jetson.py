@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from energylens.errors import MeterError
-from energylens.meter.base import Reading, reading
+from energylens.meter.base import Reading
 from energylens.meter.jetson import LEAST_WINDOW_S, UNTRIED, JetsonMeter, JetsonRecorder
 from energylens.meter.tegra import has_rails, tegra_board
 
@@ -61,9 +61,8 @@ def read(recorder: JetsonRecorder, start_s: float, end_s: float) -> Reading:
     return recorder.reading(recorder._info.uuid, start_s, end_s)
 
 
-def by_role(recorder: JetsonRecorder, start_s: float, end_s: float) -> dict[str, Reading]:
-    series = recorder.rails(recorder._info.uuid)
-    return {role: reading(one, start_s, end_s) for role, one in series.items()}
+def by_role(recorder: JetsonRecorder, start_s: float, end_s: float) -> Mapping[str, Reading]:
+    return recorder.rail_readings(recorder._info.uuid, start_s, end_s)
 
 
 def trapezoid_j(t: np.ndarray, w: np.ndarray, start_s: float, end_s: float) -> float:

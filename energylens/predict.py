@@ -42,6 +42,7 @@ from energylens.schedule import (
     Spreads,
     StepResult,
     Worker,
+    kernel_result,
     step,
     totals,
 )
@@ -132,12 +133,15 @@ class Machine:
                 has less to hide behind.
         """
         costs = self.model.costs(ops)
-        by_worker = [costs, *(self.model.costs(o) for o in others)]
+        known = dict(zip((op.key for op in ops), costs, strict=True))
+        new = {op.key: op for own in others for op in own if op.key not in known}
+        known |= zip(new, self.model.costs(list(new.values())), strict=True)
+        by_worker = [costs, *([known[op.key] for op in own] for own in others)]
         laws, spread = self.laws, self.spread
         result = step(
             ops,
             costs,
-            self._workers(by_worker),
+            self._workers(ops, by_worker),
             constants=self._constants,
             spreads=Spreads(
                 memory_power=spread.memory_power,
@@ -171,19 +175,30 @@ class Machine:
             own = [[costs[op.key] for op in ops] for ops in by_worker]
             ops, host = by_worker[0], self._host(by_worker[0], s.mode, lone)
             latency[i], energy[i] = totals(
-                ops, own[0], self._workers(own), self._constants, host, s.mode
+                ops, own[0], self._workers(ops, own), self._constants, host, s.mode
             )
         return latency, energy
 
-    def _workers(self, by_worker: Sequence[Sequence[Cost]]) -> list[Worker]:
-        """The boards, with the costs of the ops on each; one list of costs stands for all."""
-        workers = []
-        for i, b in enumerate(self.boards):
-            latency_s, energy_j = b.localise(by_worker[i if len(by_worker) > 1 else 0])
-            workers.append(
-                Worker(idle_w=b.idle_w, cap_w=self.cap_w, latency_s=latency_s, energy_j=energy_j)
-            )
+    def _workers(self, ops: Sequence[Op], by_worker: Sequence[Sequence[Cost]]) -> list[Worker]:
+        """The boards, with the costs of the ops on each; one list of costs stands for all.
+
+        Which worker is the fullest differs from layer to layer, but the slowest board holds all of
+        them up: it is taken to be the fullest, the next slowest the next.
+        """
+        fullest = by_worker[0]
+        workers = [self._on(b, fullest) for b in self.boards]
+        if len(by_worker) == 1:
+            return workers
+        alone = [kernel_result(ops, fullest, w, self._constants) for w in workers]
+        slowest_first = sorted(range(len(workers)), key=lambda i: alone[i][:2], reverse=True)
+        loads = sorted(by_worker, key=lambda costs: -sum(c.latency_s for c in costs))
+        for i, costs in zip(slowest_first, loads, strict=True):
+            workers[i] = self._on(self.boards[i], costs)
         return workers
+
+    def _on(self, board: Board, costs: Sequence[Cost]) -> Worker:
+        latency_s, energy_j = board.localise(costs)
+        return Worker(idle_w=board.idle_w, cap_w=self.cap_w, latency_s=latency_s, energy_j=energy_j)
 
     @property
     def _constants(self) -> Constants:
@@ -237,7 +252,8 @@ class Machine:
             step_s=step_s * ratio,
             rel_se=math.hypot(rel_se, law.rel_se, other, layers_rel_se),
             source=Source.TRANSFERRED,
-            serial_s=serial_s * ratio,
+            # Between steps that follow each other it is no slower on a slower host.
+            serial_s=serial_s * (ratio if lone else 1.0),
         )
 
 
@@ -419,6 +435,13 @@ def _notes(
     if spec.overlap:
         notes.append("overlap of the spec is not priced: collectives and compute take turns")
     limit = bundle.power_limit_w if bundle else device.power_limit_w
+    notes += spec.notes
+    narrow = {spec.stored(e) for b in spec.blocks for e in b.cascade}
+    if bundle is not None and (unknown := sorted(narrow - bundle.dtypes)):
+        notes.append(
+            f"no kernel was calibrated with weights in {' or '.join(unknown)}: priced by those in "
+            "16 bits, and what the datasheet says of bytes and arithmetic"
+        )
     if priced.limit_change:
         notes.append(
             f"measured at a power limit of {limit:.0f} W: other limits follow the common-clock law"
@@ -584,8 +607,7 @@ def request_contexts(workload: Workload) -> list[tuple[float, float]]:
 
 def _physical_limit_s(op: Op, device: Device) -> float:
     """Least time by the datasheet: peak arithmetic, or each byte once at full bandwidth."""
-    peak = device.peak_flops.get(op.dtype, max(device.peak_flops.values()))
-    compute = op.flops / peak if prior(op, device).compute_s > 0 else 0.0
+    compute = op.flops / device.peak(op.dtype) if prior(op, device).compute_s > 0 else 0.0
     return max(compute, (op.bytes_read + op.bytes_written) / device.memory_bandwidth_bytes_s)
 
 

@@ -15,13 +15,19 @@ BITS: dict[str, float] = {
     "bf16": 16,
     "fp16": 16,
     "fp8": 8,
+    "fp8_block": 8 + 32 / (128 * 128),
     "int8": 8,
     "int4": 4,
-    # Block formats hold a shared scale: mxfp4 one byte per 32 values, nvfp4 one byte per 16.
+    # Block formats hold a shared scale: fp8_block four bytes per 128 x 128 values, mxfp4 one byte
+    # per 32, nvfp4 one byte per 16.
     "mxfp4": 4 + 8 / 32,
     "nvfp4": 4 + 8 / 16,
 }
 """Bits per stored value of each precision, the scales of block formats included."""
+
+ARITHMETIC: dict[str, str] = {"fp8_block": "fp8"}
+"""Precision that a block format is multiplied in, on devices that can; 16 bits where none is named.
+"""
 
 
 def bytes_per_value(dtype: str) -> float:

@@ -17,6 +17,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 from energylens import __version__
 from energylens.cli.calibrate import calibrate
 from energylens.cli.explore import explore
+from energylens.cli.import_ import import_spec
 from energylens.cli.known import doctor, list_known
 from energylens.cli.output import EXIT_FAILURE, EXIT_INPUT, EXIT_INTERRUPTED, fail
 from energylens.cli.predict import predict
@@ -125,6 +126,7 @@ app.command()(predict)
 app.command()(explore)
 app.command()(validate)
 app.command()(profile)
+app.command(name="import")(import_spec)
 app.command(name="list")(list_known)
 app.command()(doctor)
 app.command()(calibrate)

@@ -6,7 +6,7 @@ one kernel, which collectives follow); `Lowered.ops` then sizes the kernels for 
 """
 
 from energylens.lower.kernels import Lowered, lower, lower_step
-from energylens.lower.memory import memory, parameters
+from energylens.lower.memory import cache_bytes, memory, parameters
 from energylens.lower.shard import valid_tp
 
-__all__ = ["Lowered", "lower", "lower_step", "memory", "parameters", "valid_tp"]
+__all__ = ["Lowered", "cache_bytes", "lower", "lower_step", "memory", "parameters", "valid_tp"]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from energylens.errors import OutOfRangeError
+from energylens.units import ARITHMETIC
 
 
 class Phase(enum.StrEnum):
@@ -62,6 +63,15 @@ class Device:
     unified_memory: bool = False
     power_mode: str | None = None
     modes: Mapping[str, Device] = field(default_factory=lambda: MappingProxyType({}))
+
+    def peak(self, dtype: str) -> float:
+        """Dense peak in FLOP/s with operands stored as ``dtype``.
+
+        Where the device cannot multiply them as they are, they are unpacked to 16 bits.
+        """
+        peaks = self.peak_flops
+        known = (peaks.get(name) for name in (dtype, ARITHMETIC.get(dtype, dtype), "bf16"))
+        return next(filter(None, known), None) or max(peaks.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

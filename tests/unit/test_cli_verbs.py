@@ -71,6 +71,7 @@ FLAGS = {
         "--plot",
         "--json",
     },
+    "import": {"--name", "--out"},
     "validate": {
         "--by",
         "--ignore-anchors",

@@ -189,6 +189,19 @@ def test_unreadable_bytes_are_an_error_with_the_path(tmp_path: Path) -> None:
         ("m: 8,", "1: 8,", "ranks: found the key 1; allowed: text"),
         ("repeat: 2", "repeats: 2", "blocks[0]: unknown key 'repeats' (did you mean repeat?)"),
         ("repeat: 2", "repeat: two", "blocks[0].repeat: found 'two'"),
+        ("repeat: 2", "window: 0", "blocks[0].window: found 0; allowed: a whole number of at"),
+        (
+            'Wnorm[m]"',
+            'Wnorm[m]", weights: fp8',
+            "cascade[0].weights: weights of rmsnorm are stored as activations are; remove it",
+        ),
+        ('h[b,s,f]"}\n', 'h[b,s,f]", weights: fp9}\n', "cascade[1].weights: found 'fp9'; allowed"),
+        (
+            'y[b,s,m]"}\n',
+            'y[b,s,m]"}\n      - {name: x, einsum: "h[b,s,f] -> z[b,s]", weights: fp8}\n',
+            "cascade[4].weights: this entry reads no weight; remove it",
+        ),
+        ("source: invented", "source: x\nnotes: [1]", "notes[0]: found 1; allowed: text"),
         ("name: up,", "name: gate,", "blocks[0].cascade: two entries have the name 'gate'"),
         (
             "op: rmsnorm,",

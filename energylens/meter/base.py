@@ -56,7 +56,7 @@ class DeviceInfo:
         integrated: True for a GPU inside of a module (Jetson), the only one that CUDA shows.
         power_scope: what power and energy cover, ``gpu`` or ``module``.
         power_mode: name of the mode that presets clocks and cores (nvpmodel). It is not a cap.
-        power_source: what reads the power, and how often.
+        power_source: what reads the power, and how often; power_step_w: its resolution.
         least_window_s: shortest window worth measuring with its sensors; 0 where any will do.
         clocks_hz: (name, Hz) of the clocks that the mode sets.
         rails: rails by role, where power comes from rails.
@@ -81,6 +81,7 @@ class DeviceInfo:
     power_scope: str = "gpu"
     power_mode: str | None = None
     power_source: str | None = None
+    power_step_w: float | None = None
     least_window_s: float = 0.0
     clocks_hz: tuple[tuple[str, float], ...] = ()
     rails: tuple[RailRole, ...] = ()
@@ -94,6 +95,7 @@ class DeviceInfo:
         return {
             "power_scope": self.power_scope,
             "power_source": self.power_source,
+            "power_step_w": self.power_step_w,
             "power_mode": self.power_mode,
             "clocks_hz": dict(self.clocks_hz),
             "rails": {r.role: asdict(r) for r in self.rails},

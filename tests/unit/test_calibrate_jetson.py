@@ -105,6 +105,7 @@ def test_the_record_tells_shared_rails_from_the_gpus_and_names_mode_clocks_and_s
     (facts,) = provenance.boards.values()
     assert facts["power_scope"] == "module"
     assert facts["power_source"] == "power monitors in sysfs, every 0.05 s"
+    assert facts["power_step_w"] == pytest.approx(0.04)
     assert facts["clocks_hz"]["gpu_max"] == 612e6
     assert facts["rails"]["total"]["rails"] == ["VDD_IN"]
     assert facts["rails"]["gpu"]["rails"] == ["VDD_CPU_GPU_CV"]

@@ -164,6 +164,15 @@ def test_the_resolution_of_the_monitor_is_in_the_error(tmp_path: Path) -> None:
     assert read(recorder, 1001, 1034).energy_rel_error == pytest.approx(0.04 / 8.0)
 
 
+@pytest.mark.parametrize(("in_sysfs", "step_w"), [(True, 0.04), (False, 0.005)])
+def test_behind_jtop_the_resolution_is_still_that_of_the_monitor(
+    tmp_path: Path, in_sysfs: bool, step_w: float
+) -> None:
+    root = orin_nano(tmp_path).root if in_sysfs else tmp_path
+    meter, _ = jtop_meter(root, fake.power(fake.ORIN_NANO), Clock())
+    assert meter.devices()[0].power_step_w == pytest.approx(step_w)  # else that of 1 mA at 5 V
+
+
 def test_b2_only_samples_inside_the_window_count(tmp_path: Path) -> None:
     tree, clock = orin_nano(tmp_path), Clock()
     recorder = recorder_of(sysfs_meter(tree, clock))

@@ -397,15 +397,31 @@ class Measurement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """GPUs of one device that a search fills.
+
+    Attributes:
+        batch_tokens: most new tokens of a step of each worker group; None where there is no limit.
+        captured_tokens: of the largest step that runs as captured graphs; None where that is no
+            setting of the engine's.
+    """
+
+    device: str
+    gpus: int
+    batch_tokens: int | None
+    captured_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredConfig:
     """One configuration of a search that fits the memory.
 
     Attributes:
         id: names it within the search.
+        pool: GPUs that it runs on.
         parallelism, batch: degrees, and sequences of each replica.
-        unused_gpus: left over where the replicas do not divide the GPUs given; not in any number.
         values: quantities by name, the unit in the name; what does not exist (the time per output
-            token of one token) is absent.
+            token of one token) is absent. Costs are in the currency of the prices.
         intervals: of the same at the search's level; empty unless exact.
         exact: True where the values are those of `predict`, False where they are from the table.
         filtered_by: constraints that it does not meet.
@@ -421,7 +437,7 @@ class ScoredConfig:
     id: str
     parallelism: Parallelism
     batch: int
-    unused_gpus: int
+    pool: Pool
     values: Mapping[str, float]
     intervals: Mapping[str, tuple[float, float]]
     exact: bool
@@ -432,6 +448,11 @@ class ScoredConfig:
     best_of: tuple[str, ...] = ()
     tied_on: tuple[str, ...] = ()
     prediction: Prediction | None = None
+
+    @property
+    def unused_gpus(self) -> int:
+        """Left over where the replicas do not divide the GPUs given; not in any number."""
+        return self.pool.gpus - self.parallelism.gpus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -457,10 +478,8 @@ class Frontier:
 
     Attributes:
         source_id: where the spec says that the model is from.
-        batch_tokens: most new tokens of a step of each worker group; None where there is no limit.
-        captured_tokens: of the largest step that runs as captured graphs; None where that is no
-            setting of the engine's.
-        objectives: by name, the first one ranks; constraints: by name, what was asked for.
+        pools: the GPUs that it may run on, one of them at a time.
+        objectives: by name, the first one ranks; constraints, prices: by name, what was asked for.
         configs: all that fit the memory, by layout and batch.
         table_error: relative error of the values that are not exact, at most as far as was seen.
         level: of the intervals; source: weakest of the exact predictions.
@@ -468,15 +487,13 @@ class Frontier:
 
     spec: str
     source_id: str
-    device: str
     engine: str
-    gpus: int
+    pools: tuple[Pool, ...]
     prompt_len: int
     gen_len: int
-    batch_tokens: int | None
-    captured_tokens: int | None
     objectives: tuple[str, ...]
     constraints: Mapping[str, float]
+    prices: Mapping[str, float]
     configs: tuple[ScoredConfig, ...]
     counts: SearchCounts
     table_error: float
@@ -501,6 +518,7 @@ class Frontier:
         return [
             {
                 "id": c.id,
+                "device": c.pool.device,
                 "tp": c.parallelism.tp,
                 "ep": c.parallelism.ep,
                 "dp": c.parallelism.dp,

@@ -66,9 +66,20 @@ def explore(
         str | None,
         typer.Option(
             help="One or several, the first one ranks: energy_per_token, energy_per_request, "
-            "energy_per_prompt, ttft, tpot, throughput, throughput_per_gpu, gpus "
+            "energy_per_prompt, ttft, tpot, throughput, throughput_per_gpu, gpus, and with prices "
+            "cost_per_token, cost_per_request, carbon_per_token, carbon_per_request "
             "[energy_per_token,tpot]."
         ),
+    ] = None,
+    price_per_gpu_hour: Annotated[float | None, typer.Option(help="Price of a GPU-hour.")] = None,
+    price_per_kwh: Annotated[
+        float | None, typer.Option(help="Price of a kWh, in the same currency.")
+    ] = None,
+    pue: Annotated[
+        float | None, typer.Option(help="Energy of the data centre over that of its GPUs [1].")
+    ] = None,
+    carbon_g_per_kwh: Annotated[
+        float | None, typer.Option(help="Grams of CO2-equivalent of a kWh.")
     ] = None,
     top: Annotated[
         int, typer.Option(help="Most configurations to predict exactly, and to show.")
@@ -82,7 +93,7 @@ def explore(
     as_json: Json = False,
 ) -> None:
     """The Pareto front of all parallel layouts and batches: joules against milliseconds."""
-    from energylens.explore import DEFAULT_OBJECTIVES, Constraints, SearchSpace
+    from energylens.explore import DEFAULT_OBJECTIVES, Constraints, Prices, SearchSpace
     from energylens.explore import explore as search
     from energylens.files import write_atomically
     from energylens.predict import Catalogue
@@ -127,6 +138,12 @@ def explore(
             min_throughput_tokens_s=check_positive("--min-throughput", min_throughput),
         ),
         objectives=DEFAULT_OBJECTIVES if objective is None else split_list(objective),
+        prices=Prices(
+            per_gpu_hour=price_per_gpu_hour,
+            per_kwh=price_per_kwh,
+            pue=pue,
+            carbon_g_per_kwh=carbon_g_per_kwh,
+        ),
         exact=top,
         power_limit_w=check_positive("--power-limit", power_limit),
         routing=routing,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -187,6 +187,10 @@ class Infeasible:
     reason: str
     memory: Memory | None = None
 
+    def rows(self) -> list[dict[str, Any]]:
+        """One row that says why there are no others."""
+        return [{"feasible": False, "reason": self.reason}]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imbalance:
@@ -225,6 +229,38 @@ class Prediction:
     notes: tuple[str, ...] = ()
     routing: str | None = None
     imbalance: Mapping[str, Imbalance] = field(default_factory=lambda: MappingProxyType({}))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A flat mapping for each phase, for `pandas.DataFrame`."""
+        subject = {
+            "feasible": True,
+            "reason": None,
+            "spec": self.spec,
+            "device": self.device,
+            "engine": self.engine,
+            **asdict(self.parallelism),
+            "gpus": self.parallelism.gpus,
+            **asdict(self.workload),
+            "context_len": self.workload.decode_context,
+        }
+        return [
+            {
+                **subject,
+                "phase": phase,
+                "latency_s": r.latency_s,
+                "energy_j": r.energy_j,
+                **{
+                    f"{name}_{side}": getattr(r.interval, name)[i]
+                    for name in ("latency_s", "energy_j")
+                    for i, side in enumerate(("low", "high"))
+                },
+                "energy_per_sequence_j": self._per_sequence(phase),
+                "mean_power_w": r.mean_power_w,
+                "regime": r.regime,
+                "source": str(r.source),
+            }
+            for phase, r in self.phases.items()
+        ]
 
     def _phase(self, name: str) -> PhaseResult | None:
         return self.phases.get(name)

@@ -236,6 +236,7 @@ def explore(
     pue: float | None = None,
     carbon_g_per_kwh: float | None = None,
     top: int = 20,
+    contexts: Iterable[int] = (),
     power_limit_w: float | None = None,
     routing: str | None = None,
     anchors: Anchors | Named | Sequence[Named] | None = None,
@@ -266,6 +267,7 @@ def explore(
         pue: energy from the grid over that of the GPUs.
         carbon_g_per_kwh: grams of CO2-equivalent of a kWh from the grid.
         top: most configurations to predict exactly.
+        contexts: at which a decode step of the exactly predicted part of the front is priced, too.
         power_limit_w: of each board, the calibration's by default.
         routing: how tokens choose experts, the spec's own way by default.
         anchors: of the boards and their host, as for `setting`.
@@ -313,6 +315,7 @@ def explore(
             carbon_g_per_kwh=carbon_g_per_kwh,
         ),
         exact=top,
+        contexts=tuple(contexts),
         power_limit_w=power_limit_w,
         routing=routing,
         bundles=s.bundles,

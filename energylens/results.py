@@ -449,6 +449,16 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ContextPoint:
+    """A decode step at one context: its energy for each sequence, with its interval."""
+
+    context_len: int
+    energy_per_token_j: float
+    interval_j: tuple[float, float]
+    latency_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredConfig:
     """One configuration of a search that fits the memory.
 
@@ -468,6 +478,8 @@ class ScoredConfig:
         best_of, tied_on: objectives by which it is the best; by which its interval overlaps with
             the best one's.
         prediction: all that is known, where exact.
+        by_context: decode steps at the contexts that were asked for and fit, where exact and on the
+            front.
     """
 
     id: str
@@ -484,6 +496,7 @@ class ScoredConfig:
     best_of: tuple[str, ...] = ()
     tied_on: tuple[str, ...] = ()
     prediction: Prediction | None = None
+    by_context: tuple[ContextPoint, ...] = ()
 
     @property
     def unused_gpus(self) -> int:

@@ -89,6 +89,9 @@ def explore(
     plot: Annotated[
         Path | None, typer.Option(help="Image (.png, .svg, .pdf) of the front.")
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Self-contained page (.html) with the front, interactive.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """The Pareto front of all parallel layouts and batches: joules against milliseconds."""
@@ -100,6 +103,7 @@ def explore(
         frontier_csv,
         frontier_document,
         frontier_infeasible_document,
+        frontier_page,
         frontier_plot,
         frontier_table,
     )
@@ -107,6 +111,7 @@ def explore(
 
     check_output("--csv", csv)
     check_output("--plot", plot, (".png", ".svg", ".pdf"))
+    check_output("--html", html, (".html", ".htm"))
     if plot is not None:
         if gen_len < 2:
             raise SpecError("--plot is about time per token; give --gen-len of 2 or more")
@@ -134,6 +139,7 @@ def explore(
         pue=pue,
         carbon_g_per_kwh=carbon_g_per_kwh,
         top=top,
+        contexts=_contexts(prompt_len + gen_len) if html else (),
         power_limit_w=check_positive("--power-limit", power_limit),
         routing=routing,
         anchors=load_anchors(anchor),
@@ -157,4 +163,11 @@ def explore(
         write_atomically(csv, frontier_csv(result))
     if plot is not None:
         frontier_plot(result, plot)
+    if html is not None:
+        write_atomically(html, frontier_page(result, command))
     show(frontier_document(result, command) if as_json else frontier_table(result, command))
+
+
+def _contexts(longest: int) -> list[int]:
+    """Contexts around that of a request, from an eighth of it to eight times it."""
+    return sorted({max(2, round(longest * 2.0**power)) for power in range(-3, 4)})

@@ -15,6 +15,7 @@ from energylens.report.frontier import (
     frontier_plot,
     frontier_table,
 )
+from energylens.report.page import frontier_page
 from energylens.report.prediction import infeasible_document, prediction_document, prediction_table
 from energylens.report.service import serving_document, serving_infeasible_document, serving_table
 from energylens.report.validation import validation_document, validation_table
@@ -27,6 +28,7 @@ __all__ = [
     "frontier_csv",
     "frontier_document",
     "frontier_infeasible_document",
+    "frontier_page",
     "frontier_plot",
     "frontier_table",
     "infeasible_document",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 FRONTIER_SCHEMA = "energylens/frontier/v1"
-_FRONT_COLUMNS = {
+FRONT_COLUMNS = {
     "energy_per_token_j": ("J/token", "J"),
     "energy_per_request_j": ("J/request", "J"),
     "energy_per_prompt_j": ("J/prompt", "J"),
@@ -149,34 +149,38 @@ def frontier_table(frontier: Frontier, predict_command: str) -> RenderableType:
 
     f = frontier
     pick = f.best(f.objectives[0])
-    launch = launch_command(f, pick)
-    if pick.parallelism.replicas > 1 and launch:
-        workers = pick.parallelism.workers
-        each = f"{workers} GPUs of its own" if workers > 1 else "a GPU of its own"
-        launch += f"   # {pick.parallelism.replicas} of these, each on {each}"
+    shown = commands(f, pick, predict_command)
     return Group(
-        f"{f.spec} on {_pools(f)}, engine {f.engine}: prompt {f.prompt_len}, generate "
+        f"{f.spec} on {pool_names(f)}, engine {f.engine}: prompt {f.prompt_len}, generate "
         f"{f.gen_len}; objectives {', '.join(f.objectives)}",
         _front_table(f),
         *_front_lines(f),
-        *_trade_lines(f),
-        *_price_lines(f),
-        *_count_lines(f),
+        *trade_lines(f),
+        *price_lines(f),
+        *count_lines(f),
         *(f"note: {note}" for note in f.notes),
-        _uncut(f"launch: {launch or _no_launch(f)}"),
-        _uncut(f"check: {_predict_command(f, pick, predict_command)}"),
-        f"device {', '.join(dict.fromkeys(p.device for p in f.pools))}, engine {f.engine}, bundle "
-        f"{bundle_names(f.bundles)}, weakest source: {f.source}",
+        *(_uncut(f"{name}: {command}") for name, command in shown.items()),
+        provenance(f),
     )
 
 
-def _pools(f: Frontier) -> str:
+def provenance(f: Frontier) -> str:
+    """Where the numbers come from."""
+    devices = ", ".join(dict.fromkeys(pool.device for pool in f.pools))
+    return (
+        f"device {devices}, engine {f.engine}, bundle {bundle_names(f.bundles)}, weakest source: "
+        f"{f.source}"
+    )
+
+
+def pool_names(f: Frontier) -> str:
+    """The GPUs that were searched."""
     return " or ".join(f"{pool.gpus} x {pool.device}" for pool in f.pools)
 
 
 def _front_table(f: Frontier) -> Table:
     shown = [c for c in f.front if c.exact]
-    columns = {n: v for n, v in _FRONT_COLUMNS.items() if n in shown[0].values} if shown else {}
+    columns = {n: v for n, v in FRONT_COLUMNS.items() if n in shown[0].values} if shown else {}
     rows = []
     for c in shown:
         p = c.parallelism
@@ -222,7 +226,7 @@ def _front_lines(f: Frontier) -> Iterator[str]:
         yield "some layouts leave GPUs unused: those are not in the energy or the power"
 
 
-def _trade_lines(f: Frontier) -> Iterator[str]:
+def trade_lines(f: Frontier) -> Iterator[str]:
     """What the best by energy costs in latency, and the other way round."""
     thrifty = next((n for n in f.objectives if n.startswith("energy")), None)
     quick = next((n for n in f.objectives if n in ("tpot", "ttft")), None)
@@ -242,7 +246,7 @@ def _trade_lines(f: Frontier) -> Iterator[str]:
     )
 
 
-def _price_lines(f: Frontier) -> Iterator[str]:
+def price_lines(f: Frontier) -> Iterator[str]:
     """What the costs are made of."""
     if f.prices:
         given = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in f.prices.items())
@@ -252,7 +256,8 @@ def _price_lines(f: Frontier) -> Iterator[str]:
         )
 
 
-def _count_lines(f: Frontier) -> Iterator[str]:
+def count_lines(f: Frontier) -> Iterator[str]:
+    """How many configurations were tried, and why others fell."""
     c = f.counts
     yield (
         f"{c.tried} configurations tried, {c.infeasible} cannot run, {c.filtered} miss a "
@@ -262,6 +267,29 @@ def _count_lines(f: Frontier) -> Iterator[str]:
         yield f"  {n} cannot run: {reason}"
     for name, n in c.filtered_by.items():
         yield f"  {n} miss {name} {f.constraints[name]:g}"
+
+
+def layout_name(f: Frontier, config: ScoredConfig) -> str:
+    """``tp2 ep2 x 4``, after the GPUs where there are several kinds."""
+    parallelism = config.parallelism
+    degrees = {n: d for n, d in asdict(parallelism).items() if d > 1 and n != "replicas"}
+    name = " ".join(f"{n}{d}" for n, d in degrees.items()) or "tp1"
+    if parallelism.replicas > 1:
+        name += f" x {parallelism.replicas}"
+    pool = config.pool
+    return name if len(f.pools) == 1 else f"{pool.gpus} x {pool.device}: {name}"
+
+
+def commands(f: Frontier, config: ScoredConfig, predict_command: str) -> dict[str, str]:
+    """What to run, by what it is for: start a replica, predict it again."""
+    launch, p = launch_command(f, config), config.parallelism
+    if launch and p.replicas > 1:
+        each = f"{p.workers} GPUs of its own" if p.workers > 1 else "a GPU of its own"
+        launch += f"   # {p.replicas} of these, each on {each}"
+    return {
+        "launch": launch or _no_launch(f),
+        "check": _predict_command(f, config, predict_command),
+    }
 
 
 def launch_command(f: Frontier, config: ScoredConfig) -> str | None:
@@ -336,19 +364,16 @@ def frontier_plot(frontier: Frontier, path: Path) -> None:
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter("{x:g}")
-    layouts: dict[Parallelism, list[ScoredConfig]] = {}
+    layouts: dict[str, list[ScoredConfig]] = {}
     for c in f.configs:
         if not c.filtered_by:
-            layouts.setdefault(c.parallelism, []).append(c)
+            layouts.setdefault(layout_name(f, c), []).append(c)
     # Layouts without a point on the front stay in the background, under one name.
-    on_front = {p: own for p, own in layouts.items() if any(c.on_frontier for c in own)}
-    beaten = [c for p, own in layouts.items() if p not in on_front for c in own]
+    on_front = {name: own for name, own in layouts.items() if any(c.on_frontier for c in own)}
+    beaten = [c for name, own in layouts.items() if name not in on_front for c in own]
     if beaten:
         axes.scatter(*_plotted(beaten), s=5, color="0.85", label="layouts off the front")
-    for i, (parallelism, own) in enumerate(on_front.items()):
-        degrees = {n: d for n, d in asdict(parallelism).items() if d > 1 and n != "replicas"}
-        name = " ".join(f"{n}{d}" for n, d in degrees.items()) or "tp1"
-        label = f"{name} x {parallelism.replicas}" if parallelism.replicas > 1 else name
+    for i, (label, own) in enumerate(on_front.items()):
         axes.scatter(
             *_plotted(own), s=9, color=f"C{i % 10}", marker="osD^v"[i // 10 % 5], label=label
         )
@@ -374,7 +399,7 @@ def frontier_plot(frontier: Frontier, path: Path) -> None:
     axes.grid(which="both", linewidth=0.3)
     axes.legend(fontsize="small")
     lengths = f"prompt {f.prompt_len}, generate {f.gen_len}"
-    axes.set_title(f"{f.spec} on {_pools(f)}, {f.engine}: {lengths}")
+    axes.set_title(f"{f.spec} on {pool_names(f)}, {f.engine}: {lengths}")
     temporary = path.with_name(f".{path.stem}.tmp{path.suffix}")
     canvas.savefig(temporary, dpi=150)
     temporary.replace(path)

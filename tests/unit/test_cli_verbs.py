@@ -73,6 +73,7 @@ FLAGS = {
         "--bundle",
         "--csv",
         "--plot",
+        "--html",
         "--json",
     },
     "validate": {"--by", "--ignore-anchors", "--anchor", "--bundle", "--without", "--json"},

@@ -37,6 +37,7 @@ INTERNAL: dict[str, set[str]] = {
     "validate": {"results"},
     "api": {"spec", "cost", "results", "anchors", "predict", "explore", "truth", "validate"},
     "report": {"spec", "results", "anchors", "validate"},
+    "report/page": {"explore"},
     "meter": set(),
     "store": {"spec", "graph", "meter", "results", "anchors", "files"},
     "bench": {"spec", "graph", "lower", "meter", "store", "results", "anchors", "files"},

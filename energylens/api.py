@@ -24,7 +24,7 @@ from energylens.cost.bundle import Bundle
 from energylens.errors import SpecError
 from energylens.predict import Catalogue, predict_measurement
 from energylens.predict import predict as _predict
-from energylens.results import Anchors, Frontier, Infeasible, Measurement, Prediction
+from energylens.results import Advice, Anchors, Frontier, Infeasible, Measurement, Prediction
 from energylens.spec.model import Spec
 from energylens.spec.system import (
     Config,
@@ -40,7 +40,7 @@ from energylens.spec.system import (
 if TYPE_CHECKING:  # a prediction need not wait for what other verbs import
     from energylens.validate import Validation
 
-__all__ = ["Setting", "explore", "parallelism", "predict", "setting", "validate"]
+__all__ = ["Setting", "advise", "explore", "parallelism", "predict", "setting", "validate"]
 
 Named = str | Path
 """By name, or a file."""
@@ -321,6 +321,79 @@ def explore(
         bundles=s.bundles,
         anchors=s.anchors,
         link=s.link(gpus),
+    )
+
+
+def advise(
+    spec: Named | Spec,
+    *,
+    device: Named | Device = "h200",
+    engine: Named | Engine = "vllm",
+    gpus: int | None = None,
+    tp: int | None = None,
+    ep: int = 1,
+    pp: int | None = None,
+    dp: int | None = None,
+    replicas: int | None = None,
+    batch: int = 1,
+    prompt_len: int = 1024,
+    gen_len: int = 128,
+    modes: Mapping[Phase, Mode] | None = None,
+    power_limit_w: float | None = None,
+    routing: str | None = None,
+    by: str = "energy_per_request_j",
+    anchors: Anchors | Named | Sequence[Named] | None = None,
+    bundles: Sequence[Named] = (),
+    catalogue: Catalogue | None = None,
+) -> Advice | Infeasible:
+    """Which single change of a deployment saves most.
+
+    Args:
+        spec: the model.
+        device: what it runs on.
+        engine: how it becomes kernels.
+        gpus: devices in all; alone, it sets ``tp``.
+        tp: tensor parallel degree.
+        ep: expert parallel degree; adds no GPUs.
+        pp: pipeline parallel degree.
+        dp: attention data parallel degree.
+        replicas: independent copies.
+        batch: sequences of each replica.
+        prompt_len: tokens of each prompt.
+        gen_len: generated tokens of each sequence, the one that prefill makes included.
+        modes: launch mode of a phase, the engine's own by default.
+        power_limit_w: of each board, the calibration's by default.
+        routing: how tokens choose experts, the spec's own way by default.
+        by: what ranks, of `energylens.explore.advise.COMPARED`.
+        anchors: of the boards and their host, as for `setting`.
+        bundles: calibration files, as for `setting`.
+        catalogue: where names are looked up, as for `setting`.
+
+    Returns:
+        The changes, those that save most first, or why the deployment itself cannot run.
+
+    Raises:
+        SpecError: an argument is wrong.
+    """
+    from energylens.explore.advise import advise as compare
+
+    s = setting(
+        spec, device=device, engine=engine, anchors=anchors, bundles=bundles, catalogue=catalogue
+    )
+    return compare(
+        s.spec,
+        engine=s.engine,
+        device=s.device,
+        config=Config(
+            parallelism=parallelism(gpus=gpus, tp=tp, ep=ep, pp=pp, dp=dp, replicas=replicas),
+            modes=modes or {},
+            power_limit_w=power_limit_w,
+            routing=routing,
+        ),
+        workload=Workload(batch=batch, prompt_len=prompt_len, gen_len=gen_len),
+        by=by,
+        anchors=s.anchors,
+        catalogue=s.catalogue,
     )
 
 

@@ -590,3 +590,76 @@ class Frontier:
             }
             for c in self.configs
         ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One change of a deployment.
+
+    Attributes:
+        kind, label: what is changed, and to what.
+        values: compared quantities, each with the ends of its interval; empty where it cannot run.
+        prediction: all that is known, or None where it cannot run.
+        reason: why it cannot.
+    """
+
+    kind: str
+    label: str
+    values: Mapping[str, tuple[float, float, float]] = field(
+        default_factory=lambda: MappingProxyType({})
+    )
+    prediction: Prediction | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """What single changes of a deployment are worth.
+
+    Attributes:
+        base: the deployment as it is; values: its compared quantities with their intervals.
+        by: the quantity that ranks.
+        changes: those that can run, the best first.
+        refused: those that cannot, or that would make no difference.
+    """
+
+    base: Prediction
+    values: Mapping[str, tuple[float, float, float]]
+    by: str
+    changes: tuple[Change, ...]
+    refused: tuple[Change, ...]
+
+    def saved(self, change: Change, name: str) -> tuple[float, float, float]:
+        """What a change saves of a quantity, below 0 where it costs, and the ends of its interval.
+
+        The interval takes the errors of both as independent of each other and at their worst.
+        """
+        now, low, high = self.values[name]
+        then, then_low, then_high = change.values[name]
+        return now - then, low - then_high, high - then_low
+
+    def certain(self, change: Change, name: str) -> bool:
+        """Whether the intervals before and after lie apart."""
+        _, low, high = self.saved(change, name)
+        return low > 0 or high < 0
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A flat mapping for each change, for `pandas.DataFrame`."""
+        return [
+            {
+                "kind": c.kind,
+                "change": c.label,
+                **{
+                    f"{name}{suffix}": value
+                    for name in self.values
+                    for suffix, value in (
+                        ("", c.values[name][0] if c.values else None),
+                        ("_saved", self.saved(c, name)[0] if c.values else None),
+                        ("_certain", self.certain(c, name) if c.values else None),
+                    )
+                },
+                "source": str(c.prediction.source) if c.prediction else None,
+                "reason": c.reason,
+            }
+            for c in (*self.changes, *self.refused)
+        ]

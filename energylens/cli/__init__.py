@@ -15,6 +15,7 @@ import typer
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from energylens import __version__
+from energylens.cli.advise import advise
 from energylens.cli.calibrate import calibrate
 from energylens.cli.explore import explore
 from energylens.cli.known import doctor, list_known
@@ -122,6 +123,7 @@ def _root(
 
 app.command()(predict)
 app.command()(explore)
+app.command()(advise)
 app.command()(validate)
 app.command(name="list")(list_known)
 app.command()(doctor)

@@ -1,5 +1,10 @@
 """Results as JSON documents for programs (DESIGN section 5) and as tables for people."""
 
+from energylens.report.advice import (
+    advice_document,
+    advice_infeasible_document,
+    advice_table,
+)
 from energylens.report.facts import (
     doctor_document,
     doctor_text,
@@ -21,6 +26,9 @@ from energylens.report.service import serving_document, serving_infeasible_docum
 from energylens.report.validation import validation_document, validation_table
 
 __all__ = [
+    "advice_document",
+    "advice_infeasible_document",
+    "advice_table",
     "doctor_document",
     "doctor_text",
     "facts_text",

@@ -66,7 +66,9 @@ class Layout:
         if not steps:
             return np.empty((0, 2))
         distinct = {step: i for i, step in enumerate(dict.fromkeys(steps))}
-        prices = np.column_stack(self.machine.price(self.lowered, list(distinct), lone=lone))
+        prices = np.column_stack(
+            [a[:, 0] for a in self.machine.price((self.lowered,), list(distinct), lone=lone)]
+        )
         return prices[[distinct[step] for step in steps]]
 
     # -- decode

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -187,6 +187,10 @@ class Infeasible:
     reason: str
     memory: Memory | None = None
 
+    def rows(self) -> list[dict[str, Any]]:
+        """One row that says why there are no others."""
+        return [{"feasible": False, "reason": self.reason}]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imbalance:
@@ -225,6 +229,38 @@ class Prediction:
     notes: tuple[str, ...] = ()
     routing: str | None = None
     imbalance: Mapping[str, Imbalance] = field(default_factory=lambda: MappingProxyType({}))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A flat mapping for each phase, for `pandas.DataFrame`."""
+        subject = {
+            "feasible": True,
+            "reason": None,
+            "spec": self.spec,
+            "device": self.device,
+            "engine": self.engine,
+            **asdict(self.parallelism),
+            "gpus": self.parallelism.gpus,
+            **asdict(self.workload),
+            "context_len": self.workload.decode_context,
+        }
+        return [
+            {
+                **subject,
+                "phase": phase,
+                "latency_s": r.latency_s,
+                "energy_j": r.energy_j,
+                **{
+                    f"{name}_{side}": getattr(r.interval, name)[i]
+                    for name in ("latency_s", "energy_j")
+                    for i, side in enumerate(("low", "high"))
+                },
+                "energy_per_sequence_j": self._per_sequence(phase),
+                "mean_power_w": r.mean_power_w,
+                "regime": r.regime,
+                "source": str(r.source),
+            }
+            for phase, r in self.phases.items()
+        ]
 
     def _phase(self, name: str) -> PhaseResult | None:
         return self.phases.get(name)
@@ -397,15 +433,31 @@ class Measurement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """GPUs of one device that a search fills.
+
+    Attributes:
+        batch_tokens: most new tokens of a step of each worker group; None where there is no limit.
+        captured_tokens: of the largest step that runs as captured graphs; None where that is no
+            setting of the engine's.
+    """
+
+    device: str
+    gpus: int
+    batch_tokens: int | None
+    captured_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredConfig:
     """One configuration of a search that fits the memory.
 
     Attributes:
         id: names it within the search.
+        pool: GPUs that it runs on.
         parallelism, batch: degrees, and sequences of each replica.
-        unused_gpus: left over where the replicas do not divide the GPUs given; not in any number.
         values: quantities by name, the unit in the name; what does not exist (the time per output
-            token of one token) is absent.
+            token of one token) is absent. Costs are in the currency of the prices.
         intervals: of the same at the search's level; empty unless exact.
         exact: True where the values are those of `predict`, False where they are from the table.
         filtered_by: constraints that it does not meet.
@@ -421,7 +473,7 @@ class ScoredConfig:
     id: str
     parallelism: Parallelism
     batch: int
-    unused_gpus: int
+    pool: Pool
     values: Mapping[str, float]
     intervals: Mapping[str, tuple[float, float]]
     exact: bool
@@ -432,6 +484,11 @@ class ScoredConfig:
     best_of: tuple[str, ...] = ()
     tied_on: tuple[str, ...] = ()
     prediction: Prediction | None = None
+
+    @property
+    def unused_gpus(self) -> int:
+        """Left over where the replicas do not divide the GPUs given; not in any number."""
+        return self.pool.gpus - self.parallelism.gpus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -457,10 +514,8 @@ class Frontier:
 
     Attributes:
         source_id: where the spec says that the model is from.
-        batch_tokens: most new tokens of a step of each worker group; None where there is no limit.
-        captured_tokens: of the largest step that runs as captured graphs; None where that is no
-            setting of the engine's.
-        objectives: by name, the first one ranks; constraints: by name, what was asked for.
+        pools: the GPUs that it may run on, one of them at a time.
+        objectives: by name, the first one ranks; constraints, prices: by name, what was asked for.
         configs: all that fit the memory, by layout and batch.
         table_error: relative error of the values that are not exact, at most as far as was seen.
         level: of the intervals; source: weakest of the exact predictions.
@@ -468,15 +523,13 @@ class Frontier:
 
     spec: str
     source_id: str
-    device: str
     engine: str
-    gpus: int
+    pools: tuple[Pool, ...]
     prompt_len: int
     gen_len: int
-    batch_tokens: int | None
-    captured_tokens: int | None
     objectives: tuple[str, ...]
     constraints: Mapping[str, float]
+    prices: Mapping[str, float]
     configs: tuple[ScoredConfig, ...]
     counts: SearchCounts
     table_error: float
@@ -501,6 +554,7 @@ class Frontier:
         return [
             {
                 "id": c.id,
+                "device": c.pool.device,
                 "tp": c.parallelism.tp,
                 "ep": c.parallelism.ep,
                 "dp": c.parallelism.dp,

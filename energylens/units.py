@@ -6,6 +6,8 @@ J_PER_MJ = 1e-3  # NVML counts millijoules
 W_PER_MW = 1e-3  # NVML reports milliwatts
 HZ_PER_MHZ = 1e6
 BYTES_PER_GB = 1e9
+J_PER_KWH = 3.6e6  # grid prices are per kWh
+S_PER_HOUR = 3600.0  # and those of GPUs per hour
 
 BITS: dict[str, float] = {
     "fp32": 32,

@@ -14,7 +14,6 @@ from energylens.cli.options import (
     Device,
     Engine,
     Json,
-    check_anchors,
     check_positive,
     find_engine,
     load_anchors,
@@ -66,9 +65,20 @@ def explore(
         str | None,
         typer.Option(
             help="One or several, the first one ranks: energy_per_token, energy_per_request, "
-            "energy_per_prompt, ttft, tpot, throughput, throughput_per_gpu, gpus "
+            "energy_per_prompt, ttft, tpot, throughput, throughput_per_gpu, gpus, and with prices "
+            "cost_per_token, cost_per_request, carbon_per_token, carbon_per_request "
             "[energy_per_token,tpot]."
         ),
+    ] = None,
+    price_per_gpu_hour: Annotated[float | None, typer.Option(help="Price of a GPU-hour.")] = None,
+    price_per_kwh: Annotated[
+        float | None, typer.Option(help="Price of a kWh, in the same currency.")
+    ] = None,
+    pue: Annotated[
+        float | None, typer.Option(help="Energy of the data centre over that of its GPUs [1].")
+    ] = None,
+    carbon_g_per_kwh: Annotated[
+        float | None, typer.Option(help="Grams of CO2-equivalent of a kWh.")
     ] = None,
     top: Annotated[
         int, typer.Option(help="Most configurations to predict exactly, and to show.")
@@ -82,8 +92,7 @@ def explore(
     as_json: Json = False,
 ) -> None:
     """The Pareto front of all parallel layouts and batches: joules against milliseconds."""
-    from energylens.explore import DEFAULT_OBJECTIVES, Constraints, SearchSpace
-    from energylens.explore import explore as search
+    from energylens import api
     from energylens.files import write_atomically
     from energylens.predict import Catalogue
     from energylens.report import (
@@ -103,42 +112,39 @@ def explore(
             raise SpecError("--plot is about time per token; give --gen-len of 2 or more")
         figure()
     catalogue = Catalogue(bundle_files=tuple(bundle or ()))
-    model, board = catalogue.spec(spec), catalogue.device(device)
     profile = find_engine(catalogue, engine, f"energylens explore {spec} --gpus {gpus}")
-    anchors = load_anchors(anchor)
-    check_anchors(anchors, board.name)
-    result = search(
-        model,
-        engine=profile,
-        device=board,
+    result = api.explore(
+        spec,
         gpus=gpus,
+        device=device,
+        engine=profile,
         prompt_len=prompt_len,
         gen_len=gen_len,
-        space=SearchSpace(
-            batches=parse_integers("--batch", batch),
-            tp=parse_integers("--tp", tp) if tp else None,
-            ep=parse_integers("--ep", ep) if ep else None,
-            dp=parse_integers("--dp", dp) if dp else None,
-        ),
-        constraints=Constraints(
-            max_ttft_s=milliseconds("--max-ttft-ms", max_ttft_ms),
-            max_tpot_s=milliseconds("--max-tpot-ms", max_tpot_ms),
-            max_power_w=check_positive("--max-w", max_w),
-            min_throughput_tokens_s=check_positive("--min-throughput", min_throughput),
-        ),
-        objectives=DEFAULT_OBJECTIVES if objective is None else split_list(objective),
-        exact=top,
+        batch=parse_integers("--batch", batch),
+        tp=parse_integers("--tp", tp) if tp else None,
+        ep=parse_integers("--ep", ep) if ep else None,
+        dp=parse_integers("--dp", dp) if dp else None,
+        max_ttft_s=milliseconds("--max-ttft-ms", max_ttft_ms),
+        max_tpot_s=milliseconds("--max-tpot-ms", max_tpot_ms),
+        max_power_w=check_positive("--max-w", max_w),
+        min_throughput_tokens_s=check_positive("--min-throughput", min_throughput),
+        objectives=None if objective is None else split_list(objective),
+        price_per_gpu_hour=price_per_gpu_hour,
+        price_per_kwh=price_per_kwh,
+        pue=pue,
+        carbon_g_per_kwh=carbon_g_per_kwh,
+        top=top,
         power_limit_w=check_positive("--power-limit", power_limit),
         routing=routing,
-        bundles=catalogue.bundles(board, profile),
-        anchors=anchors,
-        link=catalogue.link(board, gpus),
+        anchors=load_anchors(anchor),
+        catalogue=catalogue,
     )
     if isinstance(result, Infeasible):
         if as_json:
+            names = catalogue.spec(spec).name, catalogue.device(device).name, profile.name
             show(
                 frontier_infeasible_document(
-                    result, spec=model.name, device=board.name, engine=profile.name, gpus=gpus
+                    result, spec=names[0], device=names[1], engine=names[2], gpus=gpus
                 )
             )
         raise typer.Exit(fail("infeasible", result.reason, EXIT_INFEASIBLE))

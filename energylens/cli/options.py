@@ -128,16 +128,6 @@ def load_anchors(paths: Sequence[Path] | None) -> Anchors | None:
     return load_anchors(*paths)
 
 
-def check_anchors(anchors: Anchors | None, device: str) -> None:
-    """Refuse anchors of another device."""
-    for board in anchors.boards if anchors else ():
-        if board.device != device:
-            raise SpecError(
-                f"--anchor: board {board.board_uuid} is of {board.device}, but --device is "
-                f"{device}; give anchors of that device"
-            )
-
-
 def find_engine(catalogue: Catalogue, name: str, command: str) -> EngineProfile:
     """The engine profile; where there is none, the error ends with a command that works."""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +16,6 @@ from energylens.cli.options import (
     Engine,
     Json,
     Without,
-    check_anchors,
     check_positive,
     find_engine,
     load_anchors,
@@ -25,13 +25,11 @@ from energylens.cli.options import (
 )
 from energylens.cli.output import EXIT_INFEASIBLE, fail, show
 from energylens.errors import SpecError
-from energylens.spec.system import Config, Mode, Parallelism, Phase, Workload
+from energylens.spec.system import Config, Mode, Phase, Workload
 
 if TYPE_CHECKING:
+    from energylens.api import Setting
     from energylens.serving import Traffic
-    from energylens.spec.model import Spec
-    from energylens.spec.system import Device as DeviceSheet
-    from energylens.spec.system import Engine as EngineProfile
 
 
 def predict(
@@ -120,7 +118,8 @@ def predict(
     as_json: Json = False,
 ) -> None:
     """Latency and energy of one configuration, or of a service under traffic (--rate)."""
-    from energylens.predict import Catalogue, predict
+    from energylens import api
+    from energylens.predict import Catalogue
     from energylens.report import infeasible_document, prediction_document, prediction_table
     from energylens.results import Infeasible
 
@@ -146,55 +145,48 @@ def predict(
         },
     )
     catalogue = Catalogue(bundle_files=tuple(bundle or ()))
-    workload = Workload(
-        batch=batch,
-        prompt_len=prompt_len,
-        gen_len=gen_len,
-        context_len=check_positive("--context-len", context_len),
+    degrees = api.parallelism(gpus=gpus, tp=tp, ep=ep, pp=pp, dp=dp, replicas=replicas)
+    named = api.setting(
+        spec,
+        device=device,
+        engine=find_engine(catalogue, engine, f"energylens predict {spec}"),
+        anchors=load_anchors(anchor),
+        catalogue=catalogue,
     )
-    parallelism = _parallelism(gpus=gpus, tp=tp, ep=ep, pp=pp, dp=dp, replicas=replicas)
-    model, profile, board = (
-        catalogue.spec(spec),
-        find_engine(catalogue, engine, f"energylens predict {spec}"),
-        catalogue.device(device),
-    )
-    anchors = load_anchors(anchor)
-    check_anchors(anchors, board.name)
-    config = Config(
-        parallelism=parallelism,
-        modes=_modes(mode or []),
-        power_limit_w=check_positive("--power-limit", power_limit),
-        routing=routing,
-        redundant_experts=redundant_experts,
-        microbatches=microbatches,
-    )
-    bundles, link = catalogue.bundles(board, profile), catalogue.link(board, parallelism.gpus)
+    watts = check_positive("--power-limit", power_limit)
     if traffic is not None:
         _serve(
-            model,
+            named,
             traffic,
             (max_batch_tokens, max_num_seqs),
             steady_state=steady_state,
             as_json=as_json,
-            engine=profile,
-            device=board,
-            config=config,
-            bundles=bundles,
-            anchors=anchors,
-            link=link,
+            config=Config(
+                parallelism=degrees,
+                power_limit_w=watts,
+                routing=routing,
+                redundant_experts=redundant_experts,
+            ),
         )
         return
-    result = predict(
-        model,
-        engine=profile,
-        device=board,
-        config=config,
-        workload=workload,
-        bundles=bundles,
-        anchors=anchors,
+    result = api.predict(
+        named.spec,
+        device=named.device,
+        engine=named.engine,
+        **asdict(degrees),
+        batch=batch,
+        prompt_len=prompt_len,
+        gen_len=gen_len,
+        context_len=check_positive("--context-len", context_len),
         phases=_phases(phase),
+        modes=_modes(mode or []),
+        power_limit_w=watts,
+        routing=routing,
+        redundant_experts=redundant_experts,
+        microbatches=microbatches,
         without=parse_laws(without),
-        link=link,
+        anchors=named.anchors,
+        catalogue=catalogue,
     )
     if not isinstance(result, Infeasible):
         show(prediction_document(result) if as_json else prediction_table(result))
@@ -203,11 +195,13 @@ def predict(
         show(
             infeasible_document(
                 result,
-                spec=model.name,
-                device=board.name,
-                engine=profile.name,
-                parallelism=parallelism,
-                workload=workload,
+                spec=named.spec.name,
+                device=named.device.name,
+                engine=named.engine.name,
+                parallelism=degrees,
+                workload=Workload(
+                    batch=batch, prompt_len=prompt_len, gen_len=gen_len, context_len=context_len
+                ),
             )
         )
     raise typer.Exit(fail("infeasible", result.reason, EXIT_INFEASIBLE))
@@ -251,15 +245,13 @@ def _traffic(
 
 
 def _serve(
-    model: Spec,
+    named: Setting,
     traffic: Traffic,
     limits: tuple[int | None, int | None],
     *,
     as_json: bool,
-    engine: EngineProfile,
-    device: DeviceSheet,
+    steady_state: bool,
     config: Config,
-    **rest: Any,
 ) -> None:
     """Simulate a service and show what comes out."""
     from energylens.report import serving_document, serving_infeasible_document, serving_table
@@ -267,13 +259,16 @@ def _serve(
     from energylens.serving import Limits, serve
 
     result = serve(
-        model,
+        named.spec,
         traffic=traffic,
         limits=Limits(batch_tokens=limits[0], max_sequences=limits[1]),
-        engine=engine,
-        device=device,
+        steady_state=steady_state,
+        engine=named.engine,
+        device=named.device,
         config=config,
-        **rest,
+        bundles=named.bundles,
+        anchors=named.anchors,
+        link=named.link(config.parallelism.gpus),
     )
     if not isinstance(result, Infeasible):
         show(serving_document(result) if as_json else serving_table(result))
@@ -282,9 +277,9 @@ def _serve(
         show(
             serving_infeasible_document(
                 result,
-                spec=model.name,
-                device=device.name,
-                engine=engine.name,
+                spec=named.spec.name,
+                device=named.device.name,
+                engine=named.engine.name,
                 parallelism=config.parallelism,
             )
         )
@@ -312,25 +307,3 @@ def _modes(texts: Sequence[str]) -> dict[Phase, Mode]:
             both = (Phase.DECODE,) if mode is Mode.CUDA_GRAPH else (Phase.PREFILL, Phase.DECODE)
             modes.update(dict.fromkeys(both, mode))
     return modes
-
-
-def _parallelism(
-    *,
-    gpus: int | None,
-    tp: int | None,
-    ep: int,
-    pp: int | None,
-    dp: int | None,
-    replicas: int | None,
-) -> Parallelism:
-    given = {"tp": tp, "pp": pp, "dp": dp, "replicas": replicas}
-    degrees = {name: n for name, n in given.items() if n is not None}
-    if gpus is not None and not degrees:
-        degrees = {"tp": gpus}
-    parallelism = Parallelism(ep=ep, **degrees)
-    if gpus is not None and gpus != parallelism.gpus:
-        raise SpecError(
-            f"--gpus is {gpus}, but replicas x dp x tp x pp = {parallelism.gpus}; "
-            "change one of them, or give --gpus alone"
-        )
-    return parallelism

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -18,9 +17,6 @@ from energylens.cli.options import (
     split_list,
 )
 from energylens.cli.output import show
-
-if TYPE_CHECKING:
-    from energylens.results import Anchors, Measurement
 
 
 def validate(
@@ -39,28 +35,15 @@ def validate(
     as_json: Json = False,
 ) -> None:
     """Predictions against measurements: errors, bias, rank correlation, interval coverage."""
-    from energylens.predict import Catalogue, predict_measurement
+    from energylens import api
     from energylens.report import validation_document, validation_table
-    from energylens.truth import read_measurements
-    from energylens.validate import validate
 
-    catalogue, laws = Catalogue(bundle_files=tuple(bundle or ())), parse_laws(without)
-    given = load_anchors(anchor)
-    result = validate(
-        [_with_anchors(m, given) for m in read_measurements(truth)],
-        lambda m, anchors: predict_measurement(
-            m, anchors=anchors, without=laws, catalogue=catalogue
-        ),
+    result = api.validate(
+        truth,
         by=split_list(by),
         ignore_anchors=ignore_anchors,
+        without=parse_laws(without),
+        anchors=load_anchors(anchor),
+        bundles=bundle or (),
     )
     show(validation_document(result) if as_json else validation_table(result))
-
-
-def _with_anchors(measurement: Measurement, given: Anchors | None) -> Measurement:
-    """The row with the given boards and host where it holds none of its own."""
-    own = measurement.anchors
-    if given is None or own is None:
-        return replace(measurement, anchors=own or given)
-    merged = replace(own, boards=own.boards or given.boards, host=own.host or given.host)
-    return replace(measurement, anchors=merged)

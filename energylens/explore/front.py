@@ -9,7 +9,8 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from energylens.results import Infeasible, Prediction, ScoredConfig
+from energylens.explore.prices import Prices
+from energylens.results import Infeasible, Pool, Prediction, ScoredConfig
 from energylens.spec.system import Parallelism, Phase
 
 Array = NDArray[np.float64]
@@ -26,6 +27,10 @@ OBJECTIVES: Mapping[str, tuple[str, int]] = MappingProxyType(
         "throughput": ("throughput_tokens_s", -1),
         "throughput_per_gpu": ("throughput_per_gpu_tokens_s", -1),
         "gpus": ("gpus", 1),
+        "cost_per_token": ("cost_per_million_tokens", 1),
+        "cost_per_request": ("cost_per_request", 1),
+        "carbon_per_token": ("carbon_per_million_tokens_g", 1),
+        "carbon_per_request": ("carbon_per_request_g", 1),
     }
 )
 """Objective -> the value that it looks at, and 1 where less is better, -1 where more is."""
@@ -94,6 +99,7 @@ class Choice:
     objectives: tuple[str, ...]
     constraints: Mapping[str, float]
     limit: int
+    prices: Prices = Prices()
     exact: dict[int, Prediction | Infeasible] = field(default_factory=dict)
 
     @property
@@ -182,7 +188,7 @@ class Choice:
         return picked
 
 
-def scored_configs(chosen: Choice, gpus: int) -> tuple[ScoredConfig, ...]:
+def scored_configs(chosen: Choice, pool: Pool) -> tuple[ScoredConfig, ...]:
     """All rows that run, with their places."""
     table, costs, front, meets = chosen.table, chosen.costs, chosen.front, chosen.meets
     rows = np.flatnonzero(meets)
@@ -210,10 +216,13 @@ def scored_configs(chosen: Choice, gpus: int) -> tuple[ScoredConfig, ...]:
                 id=ids[i],
                 parallelism=parallelism,
                 batch=int(table.batch[i]),
-                unused_gpus=gpus - parallelism.gpus,
+                pool=pool,
                 values=MappingProxyType(dict(zip(names, values[i], strict=True))),
                 intervals=MappingProxyType(
-                    {n: (lo, hi) for n, (_, lo, hi) in exact_values(prediction).items()}
+                    {
+                        n: (lo, hi)
+                        for n, (_, lo, hi) in exact_values(prediction, chosen.prices).items()
+                    }
                     if prediction
                     else {}
                 ),
@@ -234,7 +243,7 @@ def _marks(chosen: Choice) -> dict[int, tuple[tuple[str, ...], tuple[str, ...]]]
     """Row -> objectives by which it is the best of the exact ones, and by which it ties with it."""
     costs = chosen.costs
     values = {
-        row: exact_values(p)
+        row: exact_values(p, chosen.prices)
         for row in chosen.known
         if isinstance(p := chosen.exact[row], Prediction)
     }
@@ -256,7 +265,7 @@ def _by_one(costs: Array, row: int, j: int) -> tuple[float, ...]:
     return (float(costs[row, j]), *costs[row].tolist(), row)
 
 
-def exact_values(p: Prediction) -> dict[str, tuple[float, float, float]]:
+def exact_values(p: Prediction, prices: Prices = Prices()) -> dict[str, tuple[float, float, float]]:
     """Value and interval ends by name, as the first stage names them."""
     prefill, decode, request = (p.phases[phase] for phase in Phase)
     replicas, batch, gpus = p.parallelism.replicas, p.workload.batch, p.parallelism.gpus
@@ -274,6 +283,8 @@ def exact_values(p: Prediction) -> dict[str, tuple[float, float, float]]:
     watts = [phase.mean_power_w * gpus for phase in (prefill, decode)]
     found["total_power_w"] = (max(watts),) * 3
     found["gpus"] = (float(gpus),) * 3
+    first, middle, last = (gpus * seconds / sequences for seconds in found["ttlt_s"])
+    found["gpu_s_per_request"] = first, middle, last
     if p.workload.gen_len > 1:
         # A request is its prefill and its decode steps, and so are the ends of its interval.
         ttft, ttlt = found["ttft_s"], found["ttlt_s"]
@@ -284,7 +295,9 @@ def exact_values(p: Prediction) -> dict[str, tuple[float, float, float]]:
         rates = sequences / tpot_s, sequences / high, sequences / low
         found["throughput_tokens_s"] = rates
         found["throughput_per_gpu_tokens_s"] = rates[0] / gpus, rates[1] / gpus, rates[2] / gpus
-    return found
+        found["gpu_s_per_token"] = gpus / rates[0], gpus / rates[2], gpus / rates[1]
+    costs = prices.values({name: np.array(ends) for name, ends in found.items()})
+    return found | {name: tuple(ends.tolist()) for name, ends in costs.items()}
 
 
 def degrees(parallelism: Parallelism) -> str:

@@ -50,12 +50,14 @@ class Layout:
             "ttlt_s": request_s,
             "total_power_w": replicas * np.maximum(prefill_j / prefill_s, step_j / step_s),
             "gpus": np.full(len(batches), float(gpus)),
+            "gpu_s_per_request": gpus * request_s / (replicas * batches),
         }
         if self.workload.gen_len > 1:
             tpot_s = (request_s - prefill_s) / (self.workload.gen_len - 1)
             values["tpot_s"] = tpot_s
             values["throughput_tokens_s"] = replicas * batches / tpot_s
             values["throughput_per_gpu_tokens_s"] = replicas * batches / tpot_s / gpus
+            values["gpu_s_per_token"] = gpus * tpot_s / (replicas * batches)
         return values
 
     def _mode(self, phase: Phase) -> Mode:

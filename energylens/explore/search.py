@@ -24,6 +24,7 @@ from energylens.explore.front import (
     scored_configs,
 )
 from energylens.explore.layout import Layout
+from energylens.explore.prices import Prices
 from energylens.lower import Lowered, lower, memory, valid_tp
 from energylens.predict import machine, predict
 from energylens.results import (
@@ -31,6 +32,7 @@ from energylens.results import (
     Frontier,
     Infeasible,
     Memory,
+    Pool,
     Prediction,
     SearchCounts,
     Source,
@@ -111,6 +113,7 @@ def explore(
     space: SearchSpace = SearchSpace(),
     constraints: Constraints = Constraints(),
     objectives: Sequence[str] = DEFAULT_OBJECTIVES,
+    prices: Prices = Prices(),
     exact: int = 20,
     power_limit_w: float | None = None,
     routing: str | None = None,
@@ -130,6 +133,7 @@ def explore(
         space: what to try.
         constraints: what to keep.
         objectives: of `OBJECTIVES`; the first one ranks.
+        prices: what objectives of cost and carbon stand on.
         exact: most configurations to predict exactly. Where more are candidates for the front,
             these are the best by each objective and others spread evenly along it.
         power_limit_w: of each board, the calibration's by default.
@@ -147,6 +151,7 @@ def explore(
         OutOfRangeError: a number cannot be.
     """
     _check(gpus, gen_len, exact, objectives, constraints)
+    prices.check(objectives)
     if power_limit_w is not None and power_limit_w > device.power_limit_w:
         raise SpecError(
             f"a power limit of {power_limit_w:g} W: {device.name} allows up to "
@@ -160,6 +165,7 @@ def explore(
         workload=Workload(prompt_len=prompt_len, gen_len=gen_len),
         space=space,
         config=Config(power_limit_w=power_limit_w, routing=routing),
+        prices=prices,
         bundles=tuple(bundles),
         anchors=anchors,
         link=link,
@@ -168,7 +174,11 @@ def explore(
     if table is None:
         return Infeasible(reason=search.nothing_runs(nearest), memory=nearest)
     chosen = Choice(
-        table=table, objectives=tuple(objectives), constraints=constraints.given(), limit=exact
+        table=table,
+        objectives=tuple(objectives),
+        constraints=constraints.given(),
+        limit=exact,
+        prices=prices,
     )
     search.refine(chosen)
     if not chosen.known:
@@ -195,11 +205,11 @@ def _check(
     if gen_len < 2:
         values = [OBJECTIVES[o][0] for o in objectives]
         values += [LIMITED[c][0] for c in constraints.given()]
-        if any(v == "tpot_s" or v.startswith("throughput") for v in values):
+        if any(v.startswith(("tpot", "throughput", "cost_per_million")) for v in values):
             raise SpecError(
-                f"gen_len {gen_len}: no token follows the first, so there is no TPOT and no "
-                "throughput; raise it to 2 or more, or choose other objectives and constraints, "
-                "e.g. energy_per_prompt and ttft"
+                f"gen_len {gen_len}: no token follows the first, so there is no TPOT, no cost of a "
+                "token and no throughput; raise it to 2 or more, or choose other objectives and "
+                "constraints, e.g. energy_per_prompt and ttft"
             )
 
 
@@ -214,6 +224,7 @@ class _Search:
     workload: Workload
     space: SearchSpace
     config: Config
+    prices: Prices
     bundles: tuple[Bundle, ...]
     anchors: Anchors | None
     link: Link | None
@@ -254,7 +265,8 @@ class _Search:
                 workload=self.workload,
             )
             fitting = self._batches[:count]
-            parts.append((parallelism, fitting, layout.values(fitting)))
+            values = layout.values(fitting)
+            parts.append((parallelism, fitting, values | self.prices.values(values)))
         if not parts:
             return None, nearest
         rows = [len(batches) for _, batches, _ in parts]
@@ -327,7 +339,7 @@ class _Search:
                     table.runs[row] = False
                     self.infeasible[result.reason] += 1
                     continue
-                for name, (value, _, _) in exact_values(result).items():
+                for name, (value, _, _) in exact_values(result, self.prices).items():
                     table.values[name][row] = value
 
     def nothing_runs(self, nearest: Memory | None) -> str:
@@ -377,20 +389,23 @@ class _Search:
         over = (excess > 0) & chosen.table.runs[:, None]
         missed = {name: int(over[:, j].sum()) for j, name in enumerate(constraints)}
         infeasible = sum(self.infeasible.values())
-        configs = scored_configs(chosen, self.gpus)
+        pool = Pool(
+            device=self.device.name,
+            gpus=self.gpus,
+            batch_tokens=serving.offline_batch_tokens if serving else None,
+            captured_tokens=max(serving.capture_sizes) if serving else None,
+        )
         return Frontier(
             spec=self.spec.name,
             source_id=self.spec.source,
-            device=self.device.name,
             engine=self.engine.name,
-            gpus=self.gpus,
+            pools=(pool,),
             prompt_len=self.workload.prompt_len,
             gen_len=self.workload.gen_len,
-            batch_tokens=serving.offline_batch_tokens if serving else None,
-            captured_tokens=max(serving.capture_sizes) if serving else None,
             objectives=chosen.objectives,
             constraints=MappingProxyType(dict(chosen.constraints)),
-            configs=configs,
+            prices=MappingProxyType(self.prices.given()),
+            configs=scored_configs(chosen, pool),
             counts=SearchCounts(
                 tried=int(chosen.table.runs.sum()) + infeasible,
                 infeasible=infeasible,

@@ -30,6 +30,10 @@ _FRONT_COLUMNS = {
     "tpot_s": ("TPOT", "s"),
     "throughput_per_gpu_tokens_s": ("tokens/s\nper GPU", ""),
     "total_power_w": ("total", "W"),
+    "cost_per_million_tokens": ("cost of\nM tokens", "money"),
+    "cost_per_request": ("cost of\nrequest", "money"),
+    "carbon_per_million_tokens_g": ("CO2e of\nM tokens", "g"),
+    "carbon_per_request_g": ("CO2e of\nrequest", "g"),
 }
 """Value of a configuration -> its column of the table, and its unit."""
 
@@ -46,15 +50,17 @@ def frontier_document(frontier: Frontier, predict_command: str) -> dict[str, Any
     return {
         "schema": FRONTIER_SCHEMA,
         "spec": f.spec,
-        "device": f.device,
+        "device": f.pools[0].device if len(f.pools) == 1 else None,
         "engine": f.engine,
-        "gpus": f.gpus,
+        "gpus": f.pools[0].gpus if len(f.pools) == 1 else None,
+        "pools": [{"device": pool.device, "gpus": pool.gpus} for pool in f.pools],
         "prompt_len": f.prompt_len,
         "gen_len": f.gen_len,
         "feasible": True,
         "reason": None,
         "objectives": list(f.objectives),
         "constraints": dict(f.constraints),
+        "prices": dict(f.prices),
         "counts": {
             "tried": f.counts.tried,
             "infeasible": f.counts.infeasible,
@@ -104,6 +110,7 @@ def _scored(c: ScoredConfig) -> dict[str, Any]:
     p = c.prediction
     return {
         "id": c.id,
+        "device": c.pool.device,
         "parallelism": {**asdict(c.parallelism), "gpus": c.parallelism.gpus},
         "batch": c.batch,
         "unused_gpus": c.unused_gpus,
@@ -148,18 +155,23 @@ def frontier_table(frontier: Frontier, predict_command: str) -> RenderableType:
         each = f"{workers} GPUs of its own" if workers > 1 else "a GPU of its own"
         launch += f"   # {pick.parallelism.replicas} of these, each on {each}"
     return Group(
-        f"{f.spec} on {f.gpus} x {f.device}, engine {f.engine}: prompt {f.prompt_len}, generate "
+        f"{f.spec} on {_pools(f)}, engine {f.engine}: prompt {f.prompt_len}, generate "
         f"{f.gen_len}; objectives {', '.join(f.objectives)}",
         _front_table(f),
         *_front_lines(f),
         *_trade_lines(f),
+        *_price_lines(f),
         *_count_lines(f),
         *(f"note: {note}" for note in f.notes),
         _uncut(f"launch: {launch or _no_launch(f)}"),
         _uncut(f"check: {_predict_command(f, pick, predict_command)}"),
-        f"device {f.device}, engine {f.engine}, bundle {bundle_names(f.bundles)}, weakest source: "
-        f"{f.source}",
+        f"device {', '.join(dict.fromkeys(p.device for p in f.pools))}, engine {f.engine}, bundle "
+        f"{bundle_names(f.bundles)}, weakest source: {f.source}",
     )
+
+
+def _pools(f: Frontier) -> str:
+    return " or ".join(f"{pool.gpus} x {pool.device}" for pool in f.pools)
 
 
 def _front_table(f: Frontier) -> Table:
@@ -169,14 +181,18 @@ def _front_table(f: Frontier) -> Table:
     for c in shown:
         p = c.parallelism
         marks = [*(f"best {n}" for n in c.best_of), *(f"tied {n}" for n in c.tied_on)]
-        cells = [
-            f"{digits(c.values[n])} {unit}" if unit == "W" else quantity(c.values[n], unit)
-            for n, (_, unit) in columns.items()
-        ]
+        cells = [_cell(c.values[n], unit) for n, (_, unit) in columns.items()]
         degrees = [str(n) for n in (p.tp, p.ep, p.dp, p.replicas, c.batch)]
         rows.append((str(c.rank), *degrees, *cells, ", ".join(marks)))
     names = ("rank", "tp", "ep", "dp", "replicas", "batch", *(t for t, _ in columns.values()), "")
     return table("front", names, rows, text=(len(names) - 1,))
+
+
+def _cell(value: float, unit: str) -> str:
+    """A value of the table; power and money without a prefix."""
+    if unit == "money":
+        return digits(value)
+    return f"{digits(value)} W" if unit == "W" else quantity(value, unit)
 
 
 def _front_lines(f: Frontier) -> Iterator[str]:
@@ -226,6 +242,16 @@ def _trade_lines(f: Frontier) -> Iterator[str]:
     )
 
 
+def _price_lines(f: Frontier) -> Iterator[str]:
+    """What the costs are made of."""
+    if f.prices:
+        given = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in f.prices.items())
+        yield (
+            f"prices: {given}; tokens are generated ones and cost what decode does, a request "
+            "costs its prefill too; GPUs are paid for while they serve"
+        )
+
+
 def _count_lines(f: Frontier) -> Iterator[str]:
     c = f.counts
     yield (
@@ -250,11 +276,12 @@ def launch_command(f: Frontier, config: ScoredConfig) -> str | None:
         options.append("--enable-expert-parallel")
     sequences = -(-config.batch // p.dp)
     options.append(f"--max-num-seqs {sequences}")
-    if f.captured_tokens and 2 * sequences < f.captured_tokens:
+    pool = config.pool
+    if pool.captured_tokens and 2 * sequences < pool.captured_tokens:
         # vLLM captures steps of twice the sequences; more were priced as captured.
-        options.append(f"--max-cudagraph-capture-size {f.captured_tokens}")
-    if f.batch_tokens:
-        options.append(f"--max-num-batched-tokens {f.batch_tokens}")
+        options.append(f"--max-cudagraph-capture-size {pool.captured_tokens}")
+    if pool.batch_tokens:
+        options.append(f"--max-num-batched-tokens {pool.batch_tokens}")
     options.append(f"--max-model-len {f.prompt_len + f.gen_len}")
     model = f.source_id.split()[0] if f.source_id.split() else f.spec
     return f"vllm serve {shlex.quote(model)} {' '.join(options)}"
@@ -347,7 +374,7 @@ def frontier_plot(frontier: Frontier, path: Path) -> None:
     axes.grid(which="both", linewidth=0.3)
     axes.legend(fontsize="small")
     lengths = f"prompt {f.prompt_len}, generate {f.gen_len}"
-    axes.set_title(f"{f.spec} on {f.gpus} x {f.device}, {f.engine}: {lengths}")
+    axes.set_title(f"{f.spec} on {_pools(f)}, {f.engine}: {lengths}")
     temporary = path.with_name(f".{path.stem}.tmp{path.suffix}")
     canvas.savefig(temporary, dpi=150)
     temporary.replace(path)

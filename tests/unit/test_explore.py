@@ -11,7 +11,14 @@ import pytest
 
 from energylens.cli import main
 from energylens.errors import OutOfRangeError, SpecError
-from energylens.explore import OBJECTIVES, TABLE_ERROR, Constraints, SearchSpace, explore
+from energylens.explore import (
+    OBJECTIVES,
+    TABLE_ERROR,
+    Constraints,
+    Prices,
+    SearchSpace,
+    explore,
+)
 from energylens.explore.front import exact_values
 from energylens.predict import Catalogue, predict
 from energylens.report.frontier import frontier_plot, launch_command
@@ -62,6 +69,8 @@ def exactly(frontier: Frontier, batch: int, parallelism: Parallelism) -> Predict
     assert isinstance(result, Prediction), result
     return result
 
+
+UNPRICED = [name for name in OBJECTIVES if not name.startswith(("cost", "carbon"))]
 
 CASES = [
     ("llama3_8b", "vllm", 2, (1, 2, 7, 8, 9, 33, 64), 1024, 128),
@@ -163,7 +172,7 @@ def test_counts_add_up_and_say_why() -> None:
 
 
 def test_replicas_fill_the_gpus_and_the_rest_is_not_counted() -> None:
-    f = found(gpus=7, space=SearchSpace(batches=(4,)), exact=ALL, objectives=tuple(OBJECTIVES))
+    f = found(gpus=7, space=SearchSpace(batches=(4,)), exact=ALL, objectives=tuple(UNPRICED))
     by_tp = {c.parallelism.tp: c for c in f.configs}
     assert {tp: (c.parallelism.replicas, c.unused_gpus) for tp, c in by_tp.items()} == {
         1: (7, 0),
@@ -245,6 +254,45 @@ def test_a_front_of_other_objectives_is_no_line_in_the_plot(
     assert drawn == ["front"]
 
 
+def test_costs_are_gpu_time_and_energy_at_their_prices() -> None:
+    prices = Prices(per_gpu_hour=3.0, per_kwh=0.25, pue=1.2, carbon_g_per_kwh=400.0)
+    f = found(
+        gpus=3,
+        space=SearchSpace(batches=(1, 7, 40)),
+        objectives=("cost_per_token", "carbon_per_request", "cost_per_request"),
+        prices=prices,
+        exact=3,
+    )
+    assert {c.exact for c in f.configs} == {True, False}
+    for c in f.configs:
+        p, sequences = exactly(f, c.batch, c.parallelism), c.batch * c.parallelism.replicas
+        assert p.tpot_s and p.ttlt_s and p.energy_per_token_j and p.energy_per_request_j
+        gpu_hours = [p.parallelism.gpus * s / 3600 / sequences for s in (p.tpot_s, p.ttlt_s)]
+        kwh = [1.2 * j / 3.6e6 for j in (p.energy_per_token_j, p.energy_per_request_j)]
+        expected = {
+            "cost_per_million_tokens": 1e6 * (3.0 * gpu_hours[0] + 0.25 * kwh[0]),
+            "cost_per_request": 3.0 * gpu_hours[1] + 0.25 * kwh[1],
+            "carbon_per_million_tokens_g": 1e6 * 400.0 * kwh[0],
+            "carbon_per_request_g": 400.0 * kwh[1],
+        }
+        for name, value in expected.items():
+            assert c.values[name] == pytest.approx(value, rel=1e-9 if c.exact else TABLE_ERROR)
+            if c.exact:
+                low, high = c.intervals[name]
+                assert low < value < high
+    best = min(f.configs, key=lambda c: c.values["cost_per_million_tokens"])
+    assert f.best("cost_per_token") is best
+
+
+def test_power_alone_ranks_as_energy_does() -> None:
+    space, objectives = SearchSpace(batches=(1, 8, 64)), ("energy_per_token", "energy_per_request")
+    costs = tuple(name.replace("energy", "cost") for name in objectives)
+    by_energy = found(space=space, objectives=objectives, exact=ALL)
+    by_cost = found(space=space, objectives=costs, prices=Prices(per_kwh=0.3), exact=ALL)
+    assert [c.id for c in by_cost.front] == [c.id for c in by_energy.front]
+    assert not any(name.startswith("carbon") for name in by_cost.configs[0].values)
+
+
 def test_one_token_needs_other_objectives() -> None:
     with pytest.raises(SpecError, match="energy_per_prompt and ttft"):
         search(gen_len=1)
@@ -266,6 +314,8 @@ def test_one_token_needs_other_objectives() -> None:
         ({"power_limit_w": 1e4}, SpecError, "allows up to 700 W"),
         ({"space": SearchSpace(tp=(4, 8))}, SpecError, "no layout asked for fits on 2 GPUs"),
         ({"constraints": Constraints(max_ttft_s=-1.0)}, OutOfRangeError, "max_ttft_s"),
+        ({"objectives": ("cost_per_token",)}, SpecError, "cost_per_token needs a price"),
+        ({"objectives": ("carbon_per_request",)}, SpecError, "needs --carbon-g-per-kwh"),
     ],
 )
 def test_what_cannot_be_is_refused(
@@ -275,6 +325,20 @@ def test_what_cannot_be_is_refused(
         search(**wrong)
     with pytest.raises(OutOfRangeError, match="batches: every value must be at least 1, not 0"):
         SearchSpace(batches=(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"per_gpu_hour": 0.0}, "per_gpu_hour must be a number above 0, not 0"),
+        ({"per_kwh": float("inf")}, "per_kwh must be a number above 0, not inf"),
+        ({"pue": 0.9, "per_kwh": 1.0}, "pue must be a number of at least 1, not 0.9"),
+        ({"pue": 1.1, "per_gpu_hour": 2.0}, "pue multiplies the price and the carbon"),
+    ],
+)
+def test_prices_that_cannot_be_are_refused(wrong: dict[str, float], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        Prices(**wrong)
 
 
 def test_rows_are_flat_and_alike() -> None:
@@ -310,6 +374,24 @@ def test_the_document_holds_every_configuration(capsys: Capture, tmp_path: Path)
         rows = list(csv.DictReader(file))
     assert [row["id"] for row in rows] == list(configs)
     assert [float(row["tpot_s"]) for row in rows] == [c["tpot_s"] for c in configs.values()]
+
+
+def test_prices_reach_the_table_and_the_files(capsys: Capture, tmp_path: Path) -> None:
+    priced = [*SMALL, "--price-per-gpu-hour", "2", "--carbon-g-per-kwh", "300"]
+    csv_file = tmp_path / "all.csv"
+    objectives = ["--objective", "cost_per_request,carbon_per_token"]
+    assert main([*priced, *objectives, "--json", "--csv", str(csv_file)]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["prices"] == {"per_gpu_hour": 2.0, "carbon_g_per_kwh": 300.0}
+    assert [pick["objective"] for pick in document["picks"]] == document["objectives"]
+    assert main(priced) == 0
+    out = capsys.readouterr().out
+    assert "cost of" in out and "CO2e of" in out
+    assert "prices: per gpu hour 2, carbon g per kwh 300" in out
+    with csv_file.open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    name = "cost_per_million_tokens"
+    assert [float(r[name]) for r in rows] == [c[name] for c in document["configs"]]
 
 
 def test_the_line_that_reproduces_a_number_does(capsys: Capture) -> None:
@@ -390,6 +472,8 @@ def test_a_missing_plotting_library_is_told_before_the_work(
         (["--tp", "4"], "no layout asked for fits on 2 GPUs"),
         (["--engine", "nobody"], "unknown engine"),
         (["--top", "0"], "at least 1"),
+        (["--objective", "cost_per_token"], "--price-per-gpu-hour, --price-per-kwh or both"),
+        (["--pue", "1.3"], "--price-per-kwh or --carbon-g-per-kwh"),
     ],
 )
 def test_bad_input_is_one_line_before_the_work(
@@ -426,5 +510,6 @@ def test_an_engine_without_limits_is_searched_too() -> None:
         space=SearchSpace(batches=(1, 40)),
     )
     assert isinstance(f, Frontier)
-    assert f.batch_tokens is f.captured_tokens is None
+    (pool,) = f.pools
+    assert pool.batch_tokens is pool.captured_tokens is None
     assert f.source.name == "ROOFLINE"

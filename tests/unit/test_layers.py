@@ -18,7 +18,7 @@ OPEN = {"errors", "units"}
 """Open to all."""
 
 INTERNAL: dict[str, set[str]] = {
-    "__init__": set(),
+    "__init__": {"api"},
     "__main__": {"cli"},
     "errors": set(),
     "units": set(),
@@ -35,6 +35,7 @@ INTERNAL: dict[str, set[str]] = {
     "serving": {"spec", "lower", "cost", "predict", "results"},
     "truth": {"spec", "results"},
     "validate": {"results"},
+    "api": {"spec", "cost", "results", "anchors", "predict", "explore", "truth", "validate"},
     "report": {"spec", "results", "anchors", "validate"},
     "meter": set(),
     "store": {"spec", "graph", "meter", "results", "anchors", "files"},

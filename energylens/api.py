@@ -230,6 +230,7 @@ def explore(
     tp: int | Iterable[int] | None = None,
     ep: int | Iterable[int] | None = None,
     dp: int | Iterable[int] | None = None,
+    pp: int | Iterable[int] | None = None,
     max_ttft_s: float | None = None,
     max_tpot_s: float | None = None,
     max_power_w: float | None = None,
@@ -259,6 +260,7 @@ def explore(
         tp: tensor parallel degrees to try, all that the model allows by default.
         ep: expert parallel degrees, 1 and all workers by default.
         dp: attention data parallel degrees, all that the engine allows by default.
+        pp: pipeline parallel degrees, likewise.
         max_ttft_s: longest prefill.
         max_tpot_s: longest time per token.
         max_power_w: most power of all GPUs together.
@@ -302,6 +304,7 @@ def explore(
             tp=_numbers(tp),
             ep=_numbers(ep),
             dp=_numbers(dp),
+            pp=_numbers(pp),
         ),
         constraints=Constraints(
             max_ttft_s=max_ttft_s,

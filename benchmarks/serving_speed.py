@@ -121,9 +121,9 @@ def accuracy(name: str, tp: int) -> None:
 
     def price(steps: Sequence[Step]) -> tuple[np.ndarray, np.ndarray]:
         start = time.perf_counter()
-        prices = priced.price(lowered, steps)
+        latency, energy = priced.price((lowered,), steps)
         spent[0] += time.perf_counter() - start
-        return prices
+        return latency[:, 0], energy[:, 0]
 
     def step(case: Case) -> Step:
         batch, context, chunks = case

@@ -151,6 +151,7 @@ def predict(
     power_limit_w: float | None = None,
     routing: str | None = None,
     redundant_experts: int = 0,
+    microbatches: int | None = None,
     without: Iterable[str] = (),
     anchors: Anchors | Named | Sequence[Named] | None = None,
     bundles: Sequence[Named] = (),
@@ -177,6 +178,8 @@ def predict(
         power_limit_w: of each board, the calibration's by default.
         routing: how tokens choose experts, the spec's own way by default.
         redundant_experts: experts that are held twice.
+        microbatches: parts of the batch in the stages of a pipeline at a time; by default one for
+            each step of the prefill, ``pp`` at most.
         without: composition laws to leave out.
         anchors: of the boards and their host, as for `setting`.
         bundles: calibration files, as for `setting`.
@@ -202,6 +205,7 @@ def predict(
             power_limit_w=power_limit_w,
             routing=routing,
             redundant_experts=redundant_experts,
+            microbatches=microbatches,
         ),
         workload=Workload(
             batch=batch, prompt_len=prompt_len, gen_len=gen_len, context_len=context_len
@@ -226,6 +230,7 @@ def explore(
     tp: int | Iterable[int] | None = None,
     ep: int | Iterable[int] | None = None,
     dp: int | Iterable[int] | None = None,
+    pp: int | Iterable[int] | None = None,
     max_ttft_s: float | None = None,
     max_tpot_s: float | None = None,
     max_power_w: float | None = None,
@@ -256,6 +261,7 @@ def explore(
         tp: tensor parallel degrees to try, all that the model allows by default.
         ep: expert parallel degrees, 1 and all workers by default.
         dp: attention data parallel degrees, all that the engine allows by default.
+        pp: pipeline parallel degrees, likewise.
         max_ttft_s: longest prefill.
         max_tpot_s: longest time per token.
         max_power_w: most power of all GPUs together.
@@ -300,6 +306,7 @@ def explore(
             tp=_numbers(tp),
             ep=_numbers(ep),
             dp=_numbers(dp),
+            pp=_numbers(pp),
         ),
         constraints=Constraints(
             max_ttft_s=max_ttft_s,

@@ -18,9 +18,9 @@ from energylens.cost.board import Board, Spread, board, typical_boards
 from energylens.cost.bundle import Bundle, HostLaw, Laws, load_bundle, select
 from energylens.cost.features import prior, step_shape
 from energylens.cost.model import CostModelSet
-from energylens.errors import CalibrationError, EnergyLensError, SpecError
+from energylens.errors import CalibrationError, EnergyLensError, OutOfRangeError, SpecError
 from energylens.graph import Op
-from energylens.lower import Lowered, lower, memory
+from energylens.lower import Experts, Lowered, fullest, lower_stages
 from energylens.results import (
     Anchors,
     BreakdownRow,
@@ -41,7 +41,9 @@ from energylens.schedule import (
     Host,
     Spreads,
     StepResult,
+    Waiting,
     Worker,
+    pipelined,
     step,
     totals,
 )
@@ -99,7 +101,8 @@ _CAP_REL_SE, _OTHER_LIMIT_REL_SE = 0.01, 0.2
 class Machine:
     """Everything that prices a step: cost model, laws, boards and host of one configuration.
 
-    ``limit_change`` is by how much of the power limit of the calibration the given one differs.
+    ``boards`` are those of all pipeline ``stages``, one after the other. ``limit_change`` is by how
+    much of the power limit of the calibration the given one differs.
     """
 
     device: Device
@@ -111,6 +114,7 @@ class Machine:
     limit_change: float
     host: HostLaw | None
     host_anchor: HostAnchor | None
+    stages: int = 1
 
     def step(
         self,
@@ -120,8 +124,9 @@ class Machine:
         *,
         others: Sequence[Sequence[Op]] = (),
         lone: bool = False,
+        stage: int = 0,
     ) -> StepResult:
-        """Price and compose one step on all boards.
+        """Price and compose one step on all boards of a stage.
 
         Args:
             ops: what the worker with the most to do executes.
@@ -130,6 +135,7 @@ class Machine:
             without: laws to leave out.
             lone: True where nothing runs before or after the step, so that the host's work for it
                 has less to hide behind.
+            stage: of the pipeline.
         """
         costs = self.model.costs(ops)
         by_worker = [costs, *(self.model.costs(o) for o in others)]
@@ -137,7 +143,7 @@ class Machine:
         result = step(
             ops,
             costs,
-            self._workers(by_worker),
+            self._workers(by_worker, stage),
             constants=self._constants,
             spreads=Spreads(
                 memory_power=spread.memory_power,
@@ -147,38 +153,88 @@ class Machine:
                 energy=math.hypot(laws.energy_sd, _WHOLE_STEP_SD, _DATA_ENERGY_SD),
                 cap=_CAP_REL_SE + _OTHER_LIMIT_REL_SE * self.limit_change,
             ),
-            host=self._host(ops, mode, lone),
+            host=self._host(ops, mode, lone, stage),
             mode=mode,
             without=without,
+            linked=self.stages > 1,
         )
         if self.limit_change and result.clock < 1.0:
             return replace(result, source=max(result.source, Source.EXTRAPOLATED))
         return result
 
     def price(
-        self, lowered: Lowered, steps: Sequence[Step], *, lone: bool = False
+        self, stages: Sequence[Lowered], steps: Sequence[Step], *, lone: bool = False
     ) -> tuple[Array, Array]:
-        """Seconds and joules of many steps without intervals, each [steps].
+        """Seconds and joules of many steps on each stage, without intervals, each [steps, stages].
 
         The steps follow each other, or each is ``lone``. The same numbers as `step` gives, faster:
         each distinct op is priced once.
         """
-        sequences = [lowered.by_worker(s) for s in steps]
-        distinct = list({op.key: op for step in sequences for ops in step for op in ops}.values())
+        latency, energy = np.empty((2, len(steps), len(stages)))
+        lowered = {id(own): own for own in stages}
+        sequences = {key: [own.by_worker(s) for s in steps] for key, own in lowered.items()}
+        every = (op for own in sequences.values() for step in own for ops in step for op in ops)
+        distinct = list({op.key: op for op in every}.values())
         costs = dict(zip((op.key for op in distinct), self.model.costs(distinct), strict=True))
-        latency, energy = np.empty(len(steps)), np.empty(len(steps))
-        for i, (s, by_worker) in enumerate(zip(steps, sequences, strict=True)):
-            own = [[costs[op.key] for op in ops] for ops in by_worker]
-            ops, host = by_worker[0], self._host(by_worker[0], s.mode, lone)
-            latency[i], energy[i] = totals(
-                ops, own[0], self._workers(own), self._constants, host, s.mode
-            )
+        for stage, key in enumerate(map(id, stages)):
+            alike = self._alike(stages, stage)
+            if alike < stage:
+                latency[:, stage], energy[:, stage] = latency[:, alike], energy[:, alike]
+                continue
+            for i, (s, by_worker) in enumerate(zip(steps, sequences[key], strict=True)):
+                own = [[costs[op.key] for op in ops] for ops in by_worker]
+                latency[i, stage], energy[i, stage] = totals(
+                    by_worker[0],
+                    own[0],
+                    self._workers(own, stage),
+                    self._constants,
+                    self._host(by_worker[0], s.mode, lone, stage),
+                    s.mode,
+                    linked=self.stages > 1,
+                )
         return latency, energy
 
-    def _workers(self, by_worker: Sequence[Sequence[Cost]]) -> list[Worker]:
-        """The boards, with the costs of the ops on each; one list of costs stands for all."""
+    def _alike(self, stages: Sequence[Lowered], stage: int) -> int:
+        """The first stage that does the same on the same boards; the host forms steps for one."""
+        return next(
+            i
+            for i in range(stage + 1)
+            if i == stage
+            or (i > 0 and stages[i] is stages[stage] and self._of(i) == self._of(stage))
+        )
+
+    def _of(self, stage: int) -> tuple[Board, ...]:
+        """The boards of a stage."""
+        workers = len(self.boards) // self.stages
+        return self.boards[stage * workers : (stage + 1) * workers]
+
+    def turns(
+        self, stages: Sequence[Lowered], step: Step, without: frozenset[str], *, lone: bool
+    ) -> tuple[StepResult, ...]:
+        """The step composed on each stage; one and the same value on those that are alike."""
+        found: list[StepResult] = []
+        for stage, lowered in enumerate(stages):
+            alike = self._alike(stages, stage)
+            if alike < stage:
+                found.append(found[alike])
+                continue
+            ops, *others = lowered.by_worker(step)
+            found.append(self.step(ops, step.mode, without, others=others, lone=lone, stage=stage))
+        return tuple(found)
+
+    @property
+    def waiting(self) -> tuple[Waiting, ...]:
+        """What each stage draws while it waits: its boards wait for the host or in a receive."""
+        above_w = max(self._wait_w, self.laws.spin_w + self.laws.link_w)
+        return tuple(
+            Waiting(idle_w=sum(b.idle_w for b in boards), above_idle_w=above_w * len(boards))
+            for boards in map(self._of, range(self.stages))
+        )
+
+    def _workers(self, by_worker: Sequence[Sequence[Cost]], stage: int = 0) -> list[Worker]:
+        """A stage's boards, with the costs of the ops on each; one list of costs stands for all."""
         workers = []
-        for i, b in enumerate(self.boards):
+        for i, b in enumerate(self._of(stage)):
             latency_s, energy_j = b.localise(by_worker[i if len(by_worker) > 1 else 0])
             workers.append(
                 Worker(idle_w=b.idle_w, cap_w=self.cap_w, latency_s=latency_s, energy_j=energy_j)
@@ -200,8 +256,11 @@ class Machine:
     def _wait_w(self) -> float:
         return self.host.wait_w.get(self.host.nearest(len(self.boards)), 0.0) if self.host else 0.0
 
-    def _host(self, ops: Sequence[Op], mode: Mode, lone: bool = False) -> Host:
-        """Host time of a step that executes ``ops``."""
+    def _host(self, ops: Sequence[Op], mode: Mode, lone: bool = False, stage: int = 0) -> Host:
+        """Host time of a step that executes ``ops``.
+
+        The first stage's has the forming of the step in it; the others launch their layers only.
+        """
         law = self.host
         n = law.nearest(len(self.boards)) if law else 0
         serial_s = layers_rel_se = 0.0
@@ -209,10 +268,14 @@ class Machine:
             by_workers = (law.lone_steps if lone else law.steps) if law else {}
             if law is None or n not in by_workers:
                 return Host(
-                    step_s=_UNKNOWN_STEP_S, rel_se=_UNKNOWN_HOST_REL_SE, source=Source.ROOFLINE
+                    step_s=0.0 if stage else _UNKNOWN_STEP_S,
+                    rel_se=_UNKNOWN_HOST_REL_SE,
+                    source=Source.ROOFLINE,
                 )
             own, shape = by_workers[n], step_shape(ops)
             step_s, serial_s = own.total_s(shape), own.serial_s(shape)
+            if stage:
+                step_s, serial_s = own.launched_s(shape), 0.0
             layers_rel_se = own.layers_rel_se(shape)
         else:
             launches = sum(o.count * o.launches for o in ops)
@@ -249,20 +312,26 @@ def machine(
     anchors: Anchors | None,
     power_limit_w: float | None = None,
     link: Link | None = None,
+    stages: int = 1,
 ) -> Machine:
-    """Prices for ``workers`` boards of a device: as anchored, else typical with their spread."""
+    """Prices for boards of a device: as anchored, else typical with their spread.
+
+    There are ``workers`` of them in each of the pipeline ``stages``; anchors are stage by stage.
+    """
     measured_w = bundle.power_limit_w if bundle else device.power_limit_w
     limit = power_limit_w or measured_w
     laws = bundle.laws if bundle else Laws()
     idle_w = bundle.typical.idle_w if bundle else device.idle_w
     spread = bundle.spread if bundle else _UNKNOWN_SPREAD
     given = anchors.boards if anchors else ()
-    if given and bundle:
-        known = tuple(board(a, bundle.typical, device, laws.eta) for a in given[:workers])
-        boards = known + typical_boards(workers - len(known), idle_w, spread)
-        left = _ANCHORED_SPREAD if len(known) == workers else spread
-    else:
-        boards, left = typical_boards(workers, idle_w, spread), spread
+    boards: tuple[Board, ...] = ()
+    left = spread
+    for stage in range(stages):
+        own = given[stage * workers : (stage + 1) * workers] if bundle else ()
+        known = tuple(board(a, bundle.typical, device, laws.eta) for a in own) if bundle else ()
+        boards += known + typical_boards(workers - len(known), idle_w, spread)
+    if bundle and len(given) >= workers * stages:
+        left = _ANCHORED_SPREAD
     return Machine(
         device=device,
         model=bundle.model(device, link) if bundle else CostModelSet(device=device, link=link),
@@ -273,6 +342,7 @@ def machine(
         limit_change=abs(limit / measured_w - 1.0),
         host=bundle.host if bundle else None,
         host_anchor=anchors.host if anchors else None,
+        stages=stages,
     )
 
 
@@ -317,16 +387,22 @@ def predict(
             f"{device.power_limit_w:g} W"
         )
     engine, parallelism = engine.on(device), config.parallelism
-    lowered = lower(
+    most = min(parallelism.pp, workload.batch)
+    if config.microbatches is not None and not 1 <= config.microbatches <= most:
+        raise OutOfRangeError(
+            f"microbatches must be from 1 to {most} at pp={parallelism.pp} and a batch of "
+            f"{workload.batch}, not {config.microbatches}"
+        )
+    stages = lower_stages(
         spec,
         engine,
         parallelism,
         routing=config.routing,
         redundant_experts=config.redundant_experts,
     )
-    if isinstance(lowered, Infeasible):
-        return lowered
-    held = memory(lowered, workload, device, config.modes)
+    if isinstance(stages, Infeasible):
+        return stages
+    held = fullest(stages, workload, device, config.modes)
     if not held.fits:
         gb = {
             k: getattr(held, f"{k}_bytes") / 1e9
@@ -349,8 +425,9 @@ def predict(
         anchors=anchors,
         power_limit_w=config.power_limit_w,
         link=link,
+        stages=parallelism.pp,
     )
-    run = _Run(lowered=lowered, machine=priced, config=config, workload=workload, without=without)
+    run = _Run(stages=stages, machine=priced, config=config, workload=workload, without=without)
     results = {p: run.phase(p) for p in phases}
     lowest_hz = LOWEST_CLOCK * device.clock_max_hz
     if any((r.clock_hz or math.inf) <= lowest_hz for r, _ in results.values()):
@@ -374,7 +451,7 @@ def predict(
         bundles=(bundle.ref,) if bundle else (),
         anchors=anchors,
         notes=_notes(spec, bundle, device, engine, anchors, parallelism, priced),
-        routing=lowered.experts.routing.name if lowered.experts else None,
+        routing=run.experts.routing.name if run.experts else None,
         imbalance=MappingProxyType(
             {str(p): i for p in phases if (i := run.imbalance(p)) is not None}
         ),
@@ -391,7 +468,7 @@ def _notes(
     priced: Machine,
 ) -> tuple[str, ...]:
     notes = []
-    workers = parallelism.workers
+    workers = parallelism.workers * parallelism.pp
     if bundle is None:
         notes.append(
             f"no calibration of {device.name} for the {engine.provider} provider: datasheet "
@@ -416,6 +493,13 @@ def _notes(
         notes.append("every replica is predicted on the boards of the first")
     if spec.overlap:
         notes.append("overlap of the spec is not priced: collectives and compute take turns")
+    if parallelism.pp > 1:
+        notes.append(
+            "pipeline: layers split as vLLM does; a batch in one part passes the stages one by one "
+            "while the others wait, parts in flight overlap (--microbatches: by default one for "
+            "each step that the engine's limits make of the prefill); sends between stages are "
+            "priced as collectives of as many bytes"
+        )
     limit = bundle.power_limit_w if bundle else device.power_limit_w
     if priced.limit_change:
         notes.append(
@@ -428,14 +512,19 @@ def _notes(
 class _Run:
     """One configuration, phase by phase."""
 
-    lowered: Lowered
+    stages: tuple[Lowered, ...]
     machine: Machine
     config: Config
     workload: Workload
     without: frozenset[str]
 
+    @property
+    def experts(self) -> Experts | None:
+        """The mixture of experts of the model, or None."""
+        return next((own.experts for own in self.stages if own.experts), None)
+
     def _mode(self, phase: Phase) -> Mode:
-        return self.config.modes.get(phase) or self.lowered.engine.modes.get(phase, Mode.EAGER)
+        return self.config.modes.get(phase) or self.stages[0].engine.modes.get(phase, Mode.EAGER)
 
     def phase(self, phase: Phase) -> tuple[PhaseResult, tuple[BreakdownRow, ...]]:
         """Result and breakdown of one phase."""
@@ -455,14 +544,13 @@ class _Run:
 
     def imbalance(self, phase: Phase) -> Imbalance | None:
         """How unevenly the experts of a phase are loaded, by its largest step, or None."""
-        experts, engine = self.lowered.experts, self.lowered.engine
+        experts, engine = self.experts, self.stages[0].engine
         if experts is None or phase is Phase.REQUEST:
             return None
         if phase is Phase.PREFILL:
             step = max(self._prefill_steps, key=lambda s: s.tokens)
         else:
-            mode = self._mode(phase)
-            step = Step.decode(self.workload.batch, self.workload.decode_context, mode)
+            step = self._decode_steps(self.workload.decode_context)[0]
         loads = experts.loads(engine, step.share(experts.dp))
         rows = sum(w.rows for w in loads)
         touched = sum(w.active for w in loads)
@@ -478,30 +566,48 @@ class _Run:
 
     @cached_property
     def _prefill_steps(self) -> tuple[Step, ...]:
-        """Steps of the prefill: several where the engine limits a step."""
-        mode, w = self._mode(Phase.PREFILL), self.workload
-        whole = Step.prefill(w.batch, w.prompt_len, mode)
-        serving = self.lowered.engine.serving
+        """Steps of the prefill: several where the engine limits a step, or with microbatches."""
+        sizes = microbatches(self.workload.batch, self.config.microbatches or 1)
+        mode, length = self._mode(Phase.PREFILL), self.workload.prompt_len
+        parts = [Step.prefill(size, length, mode) for size in sizes]
+        serving = self.stages[0].engine.serving
         if mode is not Mode.SERVING or serving is None:
-            return (whole,)
-        return chunked(whole, serving.offline_batch_tokens * self.lowered.sharding.dp)
+            return tuple(parts)
+        limit = serving.offline_batch_tokens * self.stages[0].sharding.dp
+        return tuple(step for part in parts for step in chunked(part, limit))
+
+    def _decode_steps(self, context: float) -> tuple[Step, ...]:
+        """Steps in which every sequence makes one token, the largest first: one, or microbatches'.
+
+        Without more being asked for, those that the steps of the prefill have begun.
+        """
+        batch, most = self.workload.batch, min(len(self.stages), self.workload.batch)
+        count = self.config.microbatches or min(most, len(self._prefill_steps))
+        mode = self._mode(Phase.DECODE)
+        return tuple(Step.decode(size, context, mode) for size in microbatches(batch, count))
 
     @cached_property
     def _prefill(self) -> tuple[tuple[float, StepResult], ...]:
-        """(count, step) of each step of the prefill."""
+        """(count, step) of each step of the prefill; a pipeline's are one."""
         lone = len(self._prefill_steps) == 1
+        if len(self.stages) > 1:
+            return ((1.0, self._pipelined(self._prefill_steps, lone=lone, rounds=False)),)
         counts = Counter(self._prefill_steps)
-        return tuple((float(n), self._step(s, lone=lone)) for s, n in counts.items())
+        return tuple((float(n), self._turns(s, lone=lone)[0]) for s, n in counts.items())
 
     @lru_cache(maxsize=64)  # noqa: B019 - a run lives no longer than its prediction
     def _decode(self, context: float) -> StepResult:
-        return self._step(
-            Step.decode(self.workload.batch, context, self._mode(Phase.DECODE)), lone=False
-        )
+        steps = self._decode_steps(context)
+        if len(self.stages) > 1:
+            return self._pipelined(steps, lone=False, rounds=True)
+        return self._turns(steps[0], lone=False)[0]
 
-    def _step(self, step: Step, *, lone: bool) -> StepResult:
-        ops, *others = self.lowered.by_worker(step)
-        return self.machine.step(ops, step.mode, self.without, others=others, lone=lone)
+    def _pipelined(self, steps: Sequence[Step], *, lone: bool, rounds: bool) -> StepResult:
+        turns = {s: self._turns(s, lone=lone) for s in dict.fromkeys(steps)}
+        return pipelined([turns[s] for s in steps], self.machine.waiting, rounds=rounds)
+
+    def _turns(self, step: Step, *, lone: bool) -> tuple[StepResult, ...]:
+        return self.machine.turns(self.stages, step, self.without, lone=lone)
 
     def _result(self, steps: Sequence[tuple[float, StepResult]]) -> PhaseResult:
         latency = sum(n * s.latency_s for n, s in steps)
@@ -549,7 +655,9 @@ class _Run:
                     source=max(row.source, part.source),
                 )
                 counts[key] = counts.get(key, 0.0) + n * part.count
-                if part.op is not None and not part.op.type.is_collective:
+                # What a pipeline does beside its longest way takes no time of the phase.
+                on_way = part.op is not None and part.latency_s > 0
+                if part.op is not None and on_way and not part.op.type.is_collective:
                     limits[key] = limits.get(key, 0.0) + n * part.count * _physical_limit_s(
                         part.op, device
                     )
@@ -564,6 +672,12 @@ class _Run:
             )
             for key, row in rows.items()
         )
+
+
+def microbatches(batch: int, count: int) -> tuple[int, ...]:
+    """Sequences of each of ``count`` parts of a batch, as even as they divide, largest first."""
+    each, left = divmod(batch, count)
+    return tuple(each + (i < left) for i in range(count))
 
 
 def request_contexts(workload: Workload) -> list[tuple[float, float]]:

@@ -571,6 +571,7 @@ class Frontier:
                 "tp": c.parallelism.tp,
                 "ep": c.parallelism.ep,
                 "dp": c.parallelism.dp,
+                "pp": c.parallelism.pp,
                 "replicas": c.parallelism.replicas,
                 "batch": c.batch,
                 "unused_gpus": c.unused_gpus,

@@ -47,6 +47,9 @@ def explore(
     dp: Annotated[
         str | None, typer.Option(help="Attention data parallel degrees [all, with experts].")
     ] = None,
+    pp: Annotated[
+        str | None, typer.Option(help="Pipeline parallel degrees [all that the GPUs allow].")
+    ] = None,
     device: Device = "h200",
     engine: Engine = "vllm",
     power_limit: Annotated[float | None, typer.Option(help="Power limit of each GPU in W.")] = None,
@@ -129,6 +132,7 @@ def explore(
         tp=parse_integers("--tp", tp) if tp else None,
         ep=parse_integers("--ep", ep) if ep else None,
         dp=parse_integers("--dp", dp) if dp else None,
+        pp=parse_integers("--pp", pp) if pp else None,
         max_ttft_s=milliseconds("--max-ttft-ms", max_ttft_ms),
         max_tpot_s=milliseconds("--max-tpot-ms", max_tpot_ms),
         max_power_w=check_positive("--max-w", max_w),

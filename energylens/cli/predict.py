@@ -59,6 +59,13 @@ def predict(
     tp: Annotated[int | None, typer.Option(help="Tensor parallel degree.")] = None,
     ep: Annotated[int, typer.Option(help="Expert parallel degree; adds no GPUs.")] = 1,
     pp: Annotated[int | None, typer.Option(help="Pipeline parallel degree.")] = None,
+    microbatches: Annotated[
+        int | None,
+        typer.Option(
+            help="Parts of the batch in the stages of --pp at a time [one for each step of the "
+            "prefill, --pp at most]."
+        ),
+    ] = None,
     dp: Annotated[int | None, typer.Option(help="Attention data parallel degree.")] = None,
     replicas: Annotated[int | None, typer.Option(help="Independent copies.")] = None,
     gpus: Annotated[
@@ -134,6 +141,7 @@ def predict(
             "--batch": batch != 1,
             "--context-len": context_len is not None,
             "--mode": bool(mode),
+            "--microbatches": microbatches is not None,
             "--without": without is not None,
         },
     )
@@ -176,6 +184,7 @@ def predict(
         power_limit_w=watts,
         routing=routing,
         redundant_experts=redundant_experts,
+        microbatches=microbatches,
         without=parse_laws(without),
         anchors=named.anchors,
         catalogue=catalogue,

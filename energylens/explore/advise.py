@@ -78,11 +78,13 @@ def advise(
     here = Deployment(spec=spec, engine=engine, device=device, config=config, workload=workload)
 
     def outcome(d: Deployment) -> Prediction | Infeasible:
+        # As many parts of a batch in flight as a pipeline has stages, as `explore` takes them.
+        parts = min(d.config.parallelism.pp, d.workload.batch)
         return predict(
             d.spec,
             engine=d.engine,
             device=d.device,
-            config=d.config,
+            config=replace(d.config, microbatches=parts),
             workload=d.workload,
             bundles=known.bundles(d.device, d.engine),
             anchors=anchors if d.device is device else None,

@@ -201,7 +201,7 @@ def scored_configs(chosen: Choice, pool: Pool) -> tuple[ScoredConfig, ...]:
     names = list(table.values)
     values = np.column_stack([table.values[n] for n in names]).tolist()
     ids = [
-        f"{degrees(table.parallelism[layout]).replace(', ', '-').replace('=', '')}-b{batch}"
+        f"{table.parallelism[layout].layout.replace(', ', '-').replace('=', '')}-b{batch}"
         for layout, batch in zip(table.layout, table.batch.tolist(), strict=True)
     ]
     marks = _marks(chosen)
@@ -298,8 +298,3 @@ def exact_values(p: Prediction, prices: Prices = Prices()) -> dict[str, tuple[fl
         found["gpu_s_per_token"] = gpus / rates[0], gpus / rates[2], gpus / rates[1]
     costs = prices.values({name: np.array(ends) for name, ends in found.items()})
     return found | {name: tuple(ends.tolist()) for name, ends in costs.items()}
-
-
-def degrees(parallelism: Parallelism) -> str:
-    """``tp=2, ep=1, dp=1``."""
-    return f"tp={parallelism.tp}, ep={parallelism.ep}, dp={parallelism.dp}"

@@ -19,13 +19,12 @@ from energylens.explore.front import (
     TABLE_ERROR,
     Choice,
     Table,
-    degrees,
     exact_values,
     scored_configs,
 )
 from energylens.explore.layout import Layout
 from energylens.explore.prices import Prices
-from energylens.lower import Lowered, lower, memory, valid_tp
+from energylens.lower import Lowered, fullest, lower_stages, valid_tp
 from energylens.predict import machine, predict
 from energylens.results import (
     Anchors,
@@ -58,7 +57,7 @@ class SearchSpace:
 
     Attributes:
         batches: sequences of a replica.
-        tp, ep, dp: degrees; by default ep is 1 or all workers of a layout, which is what engines
+        tp, ep, dp, pp: degrees; by default ep is 1 or all workers of a stage, which is what engines
             launch.
     """
 
@@ -66,24 +65,27 @@ class SearchSpace:
     tp: tuple[int, ...] | None = None
     ep: tuple[int, ...] | None = None
     dp: tuple[int, ...] | None = None
+    pp: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batches", "tp", "ep", "dp"):
+        for name in ("batches", "tp", "ep", "dp", "pp"):
             given = getattr(self, name)
             if given is not None and (not given or min(given) < 1):
                 raise OutOfRangeError(
                     f"{name}: every value must be at least 1, not {min(given, default='none')}"
                 )
 
-    def layouts(self, spec: Spec, engine: Engine, gpus: int) -> Iterator[tuple[int, int, int]]:
-        """(tp, ep, dp) of each layout to try, the given degrees as they are, ascending."""
+    def layouts(self, spec: Spec, engine: Engine, gpus: int) -> Iterator[tuple[int, int, int, int]]:
+        """(tp, ep, dp, pp) of each layout to try, the given degrees as they are, ascending."""
         data_parallel = spec.moe is not None and engine.dp_dispatch
         for tp in sorted(set(self.tp or (n for n in valid_tp(spec) if n <= gpus))):
             most_dp = max(1, gpus // tp) if data_parallel else 1
             for dp in sorted(set(self.dp or range(1, most_dp + 1))):
                 whole = {1, tp * dp} if spec.moe is not None else {1}
+                most_pp = max(1, gpus // (tp * dp)) if engine.pipeline_tensors else 1
                 for ep in sorted(set(self.ep or whole)):
-                    yield tp, ep, dp
+                    for pp in sorted(set(self.pp or range(1, most_pp + 1))):
+                        yield tp, ep, dp, pp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,20 +247,20 @@ class _Search:
         parts: list[tuple[Parallelism, IntArray, dict[str, Array]]] = []
         nearest: Memory | None = None
         bundle = select(self.bundles, self.device.name, self.engine.provider)
-        for lowered, parallelism in self._lowered():
-            held = memory(lowered, self._workload(int(self._batches[0])), self.device)
-            count = self._fitting(lowered)
+        for stages, parallelism in self._lowered():
+            held = fullest(stages, self._workload(int(self._batches[0])), self.device)
+            count = self._fitting(stages)
             if nearest is None or _overflow(held) < _overflow(nearest):
                 nearest = held
             if count < len(self._batches):
                 most = f"batches above {self._batches[count - 1]}" if count else "any batch"
-                self.infeasible[f"memory: {degrees(parallelism)} at {most}"] += (
+                self.infeasible[f"memory: {parallelism.layout} at {most}"] += (
                     len(self._batches) - count
                 )
             if not count:
                 continue
             layout = Layout(
-                lowered=lowered,
+                stages=stages,
                 machine=machine(
                     self.device,
                     workers=parallelism.workers,
@@ -266,6 +268,7 @@ class _Search:
                     anchors=self.anchors,
                     power_limit_w=self.config.power_limit_w,
                     link=self.link,
+                    stages=parallelism.pp,
                 ),
                 parallelism=parallelism,
                 workload=self.workload,
@@ -285,12 +288,13 @@ class _Search:
         )
         return table, nearest
 
-    def _lowered(self) -> Iterator[tuple[Lowered, Parallelism]]:
+    def _lowered(self) -> Iterator[tuple[tuple[Lowered, ...], Parallelism]]:
         """The layouts that the model and the engine allow; the others are counted."""
         fits = False
-        for tp, ep, dp in self.space.layouts(self.spec, self.engine, self.gpus):
-            if tp * dp > self.gpus:
-                reason = f"tp={tp}, dp={dp}: more than {self.gpus} GPUs"
+        for tp, ep, dp, pp in self.space.layouts(self.spec, self.engine, self.gpus):
+            if tp * dp * pp > self.gpus:
+                pipeline = f", pp={pp}" if pp > 1 else ""
+                reason = f"tp={tp}, dp={dp}{pipeline}: more than {self.gpus} GPUs"
                 self.infeasible[reason] += len(self._batches)
                 continue
             fits = True
@@ -298,28 +302,29 @@ class _Search:
                 reason = f"ep={ep} does not divide tp={tp} x dp={dp}"
                 self.infeasible[reason] += len(self._batches)
                 continue
-            parallelism = Parallelism(tp=tp, ep=ep, dp=dp, replicas=self.gpus // (tp * dp))
-            lowered = lower(self.spec, self.engine, parallelism, routing=self.config.routing)
-            if isinstance(lowered, Infeasible):
-                self.infeasible[lowered.reason] += len(self._batches)
+            replicas = self.gpus // (tp * dp * pp)
+            parallelism = Parallelism(tp=tp, ep=ep, dp=dp, pp=pp, replicas=replicas)
+            stages = lower_stages(self.spec, self.engine, parallelism, routing=self.config.routing)
+            if isinstance(stages, Infeasible):
+                self.infeasible[stages.reason] += len(self._batches)
             else:
-                yield lowered, parallelism
+                yield stages, parallelism
         if not fits:
             raise SpecError(
-                f"no layout asked for fits on {self.gpus} GPUs; lower the degrees of tp and dp, or "
-                "raise gpus"
+                f"no layout asked for fits on {self.gpus} GPUs; lower the degrees of tp, dp and "
+                "pp, or raise gpus"
             )
 
     def _workload(self, batch: int) -> Workload:
         return replace(self.workload, batch=batch)
 
-    def _fitting(self, lowered: Lowered) -> int:
+    def _fitting(self, stages: tuple[Lowered, ...]) -> int:
         """How many of the batches fit the memory, smallest first: it grows with the batch."""
         low, high = 0, len(self._batches)
         while low < high:
             middle = (low + high) // 2
             batch = int(self._batches[middle])
-            if memory(lowered, self._workload(batch), self.device).fits:
+            if fullest(stages, self._workload(batch), self.device).fits:
                 low = middle + 1
             else:
                 high = middle
@@ -330,12 +335,17 @@ class _Search:
         table = chosen.table
         while rows := chosen.next_rows():
             for row in rows:
+                parallelism, batch = table.parallelism[table.layout[row]], int(table.batch[row])
                 result = predict(
                     self.spec,
                     engine=self.engine,
                     device=self.device,
-                    config=replace(self.config, parallelism=table.parallelism[table.layout[row]]),
-                    workload=self._workload(int(table.batch[row])),
+                    config=replace(
+                        self.config,
+                        parallelism=parallelism,
+                        microbatches=min(parallelism.pp, batch),
+                    ),
+                    workload=self._workload(batch),
                     bundles=self.bundles,
                     anchors=self.anchors,
                     link=self.link,
@@ -382,7 +392,7 @@ class _Search:
         parallelism = table.parallelism[table.layout[row]]
         return (
             f"none of {len(table.batch)} configurations of {self.spec.name} meets the constraints; "
-            f"the closest is {degrees(parallelism)} with {parallelism.replicas} replicas at batch "
+            f"the closest is {parallelism.layout} with {parallelism.replicas} replicas at batch "
             f"{table.batch[row]}, which misses {' and '.join(missed)}"
         )
 
@@ -435,7 +445,11 @@ class _Search:
                 self.spec,
                 engine=self.engine,
                 device=self.device,
-                config=replace(self.config, parallelism=c.parallelism),
+                config=replace(
+                    self.config,
+                    parallelism=c.parallelism,
+                    microbatches=min(c.parallelism.pp, c.batch),
+                ),
                 workload=Workload(batch=c.batch, prompt_len=context - 1, gen_len=2),
                 bundles=self.bundles,
                 anchors=self.anchors,

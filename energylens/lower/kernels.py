@@ -27,17 +27,19 @@ class Item(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lowered:
-    """A model on an engine at one degree of parallelism, for any step.
+    """A model, or a stage of a pipeline, on an engine at one degree of parallelism, for any step.
 
     Attributes:
         spec, engine, sharding: what was lowered, and how it is split.
         items: what one worker executes, in order.
+        arriving: values of each token that come from the stage before.
     """
 
     spec: Spec
     engine: Engine
     sharding: Sharding
     items: tuple[Item, ...]
+    arriving: int = 0
 
     def ops(self, step: Step, worker: int = 0) -> tuple[Op, ...]:
         """The ops that one worker executes in ``step``; a step without sequences has none.
@@ -57,7 +59,17 @@ class Lowered:
     def by_worker(self, step: Step) -> tuple[tuple[Op, ...], ...]:
         """The ops of each worker, the fullest first; one entry where all do the same."""
         s = self.sharding
-        return tuple(self.ops(step, w) for w in range(s.tp * s.dp if s.ep > 1 else 1))
+        if s.ep == 1 or not step.sequences:
+            return (self.ops(step),)
+        own, workers = step.share(s.dp), range(s.tp * s.dp)
+        # All but the experts is the same for everyone.
+        parts = [
+            [tuple(item.ops(self.engine, own, w)) for w in workers]
+            if isinstance(item, Experts)
+            else [tuple(item.ops(self.engine, own, 0))] * len(workers)
+            for item in self.items
+        ]
+        return tuple(tuple(op for part in parts for op in part[w]) for w in workers)
 
     @property
     def experts(self) -> Experts | None:
@@ -73,7 +85,7 @@ def lower_step(
     Args:
         spec: the model.
         engine: whose kernels, fusions and extra copies to use.
-        parallelism: degrees; replicas do not matter here.
+        parallelism: degrees; pipeline stages and replicas do not matter here.
         step: the sequences served, and the launch mode.
 
     Returns:
@@ -97,6 +109,8 @@ def lower(
     redundant_experts: int = 0,
 ) -> Lowered | Infeasible:
     """Everything of `lower_step` that does not depend on the step; use it for many steps.
+
+    A pipeline is lowered stage by stage: `energylens.lower.stages.lower_stages`.
 
     Args:
         spec: the model.
@@ -207,6 +221,19 @@ class _Rowwise:
             sizes["batch"], sizes["new"] = 1, tokens
         name, dtype, count = self.name, self.dtype, self.count
         yield _op(engine, step.mode, self.key, sizes, name=name, dtype=dtype, count=count)
+
+
+def moved(kind: str, dtype: str, values: float, workers: int, count: int) -> Item:
+    """``count`` tensors of so many values a token that go between the stages of a pipeline."""
+    return _Rowwise(
+        name=f"stage_{kind}",
+        key=kind,
+        dtype=dtype,
+        count=count,
+        per="s",
+        scaled={"values": values},
+        fixed={"workers": workers},
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from energylens.graph import Op
@@ -25,7 +25,7 @@ def memory(
     device: Device,
     modes: Mapping[Phase, Mode] = MappingProxyType({}),
 ) -> Memory:
-    """Memory of one worker, the one with the most experts, in bytes.
+    """Memory of one worker of a stage, the one with the most experts, in bytes.
 
     Weights include replicas (KV heads fewer than workers, entries that the engine does not split).
     The cache is that of the whole batch at its longest context. Activations are an estimate: what
@@ -48,6 +48,18 @@ def memory(
         reserve_bytes=engine.reserve_bytes,
         capacity_bytes=device.memory_bytes,
     )
+
+
+def fullest(
+    stages: Sequence[Lowered],
+    workload: Workload,
+    device: Device,
+    modes: Mapping[Phase, Mode] = MappingProxyType({}),
+) -> Memory:
+    """`memory` of the stage that holds the most: it decides what fits."""
+    distinct = {id(stage): stage for stage in stages}.values()
+    held = [memory(stage, workload, device, modes) for stage in distinct]
+    return max(held, key=lambda m: m.used_bytes)
 
 
 def _entries(lowered: Lowered) -> Iterator[tuple[int, Entry, Mapping[str, int]]]:
@@ -89,7 +101,9 @@ def _activations_bytes(lowered: Lowered, workload: Workload, modes: Mapping[Phas
         Step.decode(workload.batch, full, modes.get(Phase.DECODE, Mode.EAGER)),
     )
     ops = [op for step in steps for op in lowered.ops(step)]
-    residual = max((op.bytes_written for op in ops if op.kernel == "embedding"), default=0.0)
+    tokens = max(step.share(lowered.sharding.dp).tokens for step in steps)
+    arriving = tokens * lowered.arriving * bytes_per_value(lowered.spec.precision.activations)
+    residual = max((op.bytes_written for op in ops if op.kernel == "embedding"), default=arriving)
     return residual + max((_live_bytes(op) for op in ops), default=0.0)
 
 

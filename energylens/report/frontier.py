@@ -186,9 +186,19 @@ def _front_table(f: Frontier) -> Table:
         p = c.parallelism
         marks = [*(f"best {n}" for n in c.best_of), *(f"tied {n}" for n in c.tied_on)]
         cells = [_cell(c.values[n], unit) for n, (_, unit) in columns.items()]
-        degrees = [str(n) for n in (p.tp, p.ep, p.dp, p.replicas, c.batch)]
+        degrees = [str(n) for n in (p.tp, p.ep, p.dp, p.pp, p.replicas, c.batch)]
         rows.append((str(c.rank), *degrees, *cells, ", ".join(marks)))
-    names = ("rank", "tp", "ep", "dp", "replicas", "batch", *(t for t, _ in columns.values()), "")
+    names = (
+        "rank",
+        "tp",
+        "ep",
+        "dp",
+        "pp",
+        "replicas",
+        "batch",
+        *(t for t, _ in columns.values()),
+        "",
+    )
     return table("front", names, rows, text=(len(names) - 1,))
 
 
@@ -217,7 +227,7 @@ def _front_lines(f: Frontier) -> Iterator[str]:
     cut = [reason for reason in f.counts.infeasible_by if reason.startswith("memory: ")]
 
     def open_ended(p: Parallelism) -> bool:
-        own = f"memory: tp={p.tp}, ep={p.ep}, dp={p.dp} at "
+        own = f"memory: {p.layout} at "
         return not any(reason.startswith(own) for reason in cut)
 
     if any(c.batch == largest and c.best_of and open_ended(c.parallelism) for c in f.front):
@@ -284,7 +294,8 @@ def commands(f: Frontier, config: ScoredConfig, predict_command: str) -> dict[st
     """What to run, by what it is for: start a replica, predict it again."""
     launch, p = launch_command(f, config), config.parallelism
     if launch and p.replicas > 1:
-        each = f"{p.workers} GPUs of its own" if p.workers > 1 else "a GPU of its own"
+        own = p.gpus // p.replicas
+        each = f"{own} GPUs of its own" if own > 1 else "a GPU of its own"
         launch += f"   # {p.replicas} of these, each on {each}"
     return {
         "launch": launch or _no_launch(f),
@@ -298,6 +309,8 @@ def launch_command(f: Frontier, config: ScoredConfig) -> str | None:
     if f.engine != "vllm" or p.ep not in (1, p.workers):
         return None
     options = [f"--tensor-parallel-size {p.tp}"]
+    if p.pp > 1:
+        options.append(f"--pipeline-parallel-size {p.pp}")
     if p.dp > 1:
         options.append(f"--data-parallel-size {p.dp}")
     if p.ep > 1:
@@ -334,6 +347,8 @@ def _no_launch(f: Frontier) -> str:
 def _predict_command(f: Frontier, config: ScoredConfig, command: str) -> str:
     degrees = asdict(config.parallelism)
     options = "".join(f" --{name} {n}" for name, n in degrees.items() if n > 1)
+    if config.parallelism.pp > 1:
+        options += f" --microbatches {min(config.parallelism.pp, config.batch)}"
     lengths = f"--prompt-len {f.prompt_len} --gen-len {f.gen_len}"
     return f"{command}{options} --batch {config.batch} {lengths}"
 

@@ -150,11 +150,12 @@ class _Service:
         serving = self.engine.serving
         assert serving is not None  # `_limited` has made it
         parallelism = self.config.parallelism
-        if parallelism.dp > 1:
-            return Infeasible(
-                reason=f"dp={parallelism.dp}: a service with attention data parallelism is not "
-                "simulated; use replicas, or a batch without traffic"
-            )
+        for name, what in (("dp", "attention data"), ("pp", "pipeline")):
+            if getattr(parallelism, name) > 1:
+                return Infeasible(
+                    reason=f"{name}={getattr(parallelism, name)}: a service with {what} "
+                    "parallelism is not simulated; use replicas, or a batch without traffic"
+                )
         lowered = lower(
             self.spec,
             self.engine,
@@ -182,7 +183,8 @@ class _Service:
         )
 
         def price(steps: Sequence[Step]) -> tuple[Array, Array]:
-            return priced.price(lowered, steps)
+            latency, energy = priced.price((lowered,), steps)
+            return latency[:, 0], energy[:, 0]
 
         return Replica(
             prices=PriceTable(price, serving=serving, longest=longest),

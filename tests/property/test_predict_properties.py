@@ -205,8 +205,8 @@ def test_many_steps_are_priced_at_once_as_one_by_one(
         power_limit_w=watts,
         link=CATALOGUE.link(on, tp),
     )
-    latency, energy = priced.price(lowered, asked)
-    for step, latency_s, energy_j in zip(asked, latency, energy, strict=True):
+    latency, energy = priced.price((lowered,), asked)
+    for step, latency_s, energy_j in zip(asked, latency[:, 0], energy[:, 0], strict=True):
         whole = priced.step(lowered.ops(step), step.mode, frozenset())
         assert latency_s == pytest.approx(whole.latency_s, rel=1e-9)
         assert energy_j == pytest.approx(whole.energy_j, rel=1e-9)

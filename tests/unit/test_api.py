@@ -125,13 +125,15 @@ def test_rows_of_advice_make_a_frame() -> None:
 
 
 def test_explore_is_what_the_verb_shows(capsys: Capture) -> None:
-    f = energylens.explore("llama3_8b", gpus=2, batch=(1, 8), tp=1, objectives="energy_per_token")
+    f = energylens.explore(
+        "llama3_8b", gpus=2, batch=(1, 8), tp=1, pp=1, objectives="energy_per_token"
+    )
     assert isinstance(f, Frontier)
     frame = pd.DataFrame(f.rows())
     assert list(frame["batch"]) == [1, 8]
     assert frame["tpot_s"].dtype == float
-    words = "explore llama3_8b --gpus 2 --batch 1,8 --tp 1 --objective energy_per_token --json"
-    assert main(words.split()) == 0
+    words = "explore llama3_8b --gpus 2 --batch 1,8 --tp 1 --pp 1 --objective energy_per_token "
+    assert main([*words.split(), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["configs"]
     assert [c["tpot_s"] for c in shown] == list(frame["tpot_s"])
 

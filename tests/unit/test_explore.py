@@ -61,7 +61,7 @@ def exactly(frontier: Frontier, batch: int, parallelism: Parallelism) -> Predict
         CATALOGUE.spec(frontier.spec),
         engine=engine,
         device=H200,
-        config=Config(parallelism=parallelism),
+        config=Config(parallelism=parallelism, microbatches=min(parallelism.pp, batch)),
         workload=Workload(batch=batch, prompt_len=frontier.prompt_len, gen_len=frontier.gen_len),
         bundles=CATALOGUE.bundles(H200, engine),
         link=CATALOGUE.link(H200, 8),
@@ -155,7 +155,7 @@ def test_counts_add_up_and_say_why() -> None:
         gpus=4,
         prompt_len=2048,
         gen_len=512,
-        space=SearchSpace(batches=(1, 4, 8, 400), tp=(1, 2, 3, 4, 8)),
+        space=SearchSpace(batches=(1, 4, 8, 400), tp=(1, 2, 3, 4, 8), pp=(1,)),
         constraints=Constraints(max_tpot_s=0.03),
     )
     counts = f.counts
@@ -172,7 +172,9 @@ def test_counts_add_up_and_say_why() -> None:
 
 
 def test_replicas_fill_the_gpus_and_the_rest_is_not_counted() -> None:
-    f = found(gpus=7, space=SearchSpace(batches=(4,)), exact=ALL, objectives=tuple(UNPRICED))
+    f = found(
+        gpus=7, space=SearchSpace(batches=(4,), pp=(1,)), exact=ALL, objectives=tuple(UNPRICED)
+    )
     by_tp = {c.parallelism.tp: c for c in f.configs}
     assert {tp: (c.parallelism.replicas, c.unused_gpus) for tp, c in by_tp.items()} == {
         1: (7, 0),
@@ -363,7 +365,7 @@ def test_the_document_holds_every_configuration(capsys: Capture, tmp_path: Path)
     assert document["constraints"] == {"max_tpot_s": 0.006}
     configs = {c["id"]: c for c in document["configs"]}
     counts = document["counts"]
-    assert counts["tried"] == 10 == len(configs) + counts["infeasible"]
+    assert counts["tried"] == 15 == len(configs) + counts["infeasible"]
     for c in configs.values():
         places = [c["on_frontier"], c["dominated_by"] is not None, bool(c["filtered_by"])]
         assert sum(places) == 1, c
@@ -434,7 +436,7 @@ def test_the_table_says_what_to_choose_and_what_it_costs(
     assert any(line.startswith("check: energylens predict llama3_8b ") for line in lines)
     assert "best energy_per_token" in out
     assert "the best tpot (tp2-ep1-dp1-b1) costs" in " ".join(out.split())
-    assert "10 configurations tried" in out
+    assert "15 configurations tried" in out
 
 
 def test_the_plot_is_an_image(capsys: Capture, tmp_path: Path) -> None:

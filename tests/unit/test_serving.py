@@ -404,8 +404,9 @@ def priced(monkeypatch: pytest.MonkeyPatch) -> StepPricer:
     assert VLLM.serving is not None
     price = pricer(VLLM.serving, context_s=3e-8)
 
-    def stand_in(self: Machine, lowered: Lowered, steps: Sequence[Step]) -> Prices:
-        return price(steps)
+    def stand_in(self: Machine, stages: Sequence[Lowered], steps: Sequence[Step]) -> Prices:
+        latency, energy = price(steps)
+        return latency[:, None], energy[:, None]
 
     monkeypatch.setattr(Machine, "price", stand_in, raising=False)
     return price

@@ -221,8 +221,8 @@ def predict(
 def explore(
     spec: Named | Spec,
     *,
-    gpus: int,
-    device: Named | Device = "h200",
+    gpus: int | Sequence[int],
+    device: Named | Device | Sequence[Named | Device] = "h200",
     engine: Named | Engine = "vllm",
     prompt_len: int = 1024,
     gen_len: int = 128,
@@ -252,8 +252,9 @@ def explore(
 
     Args:
         spec: the model.
-        gpus: devices to use; replicas fill them.
-        device: what it runs on.
+        gpus: devices to use, which replicas fill; of several kinds one number for all, or one for
+            each.
+        device: what it runs on, one or several kinds to choose from.
         engine: how it becomes kernels.
         prompt_len: tokens of each prompt.
         gen_len: generated tokens of each sequence, the one that prefill makes included.
@@ -272,7 +273,7 @@ def explore(
         price_per_kwh: of energy from the grid, in the same currency.
         pue: energy from the grid over that of the GPUs.
         carbon_g_per_kwh: grams of CO2-equivalent of a kWh from the grid.
-        top: most configurations to predict exactly.
+        top: most configurations to predict exactly, of each kind of device.
         contexts: at which a decode step of the exactly predicted part of the front is priced, too.
         power_limit_w: of each board, the calibration's by default.
         routing: how tokens choose experts, the spec's own way by default.
@@ -288,47 +289,68 @@ def explore(
     """
     from energylens.explore import DEFAULT_OBJECTIVES, Constraints, Prices, SearchSpace
     from energylens.explore import explore as search
+    from energylens.explore.several import pairs, together
 
     if objectives is None:
         objectives = DEFAULT_OBJECTIVES
-    s = setting(
-        spec, device=device, engine=engine, anchors=anchors, bundles=bundles, catalogue=catalogue
-    )
-    return search(
-        s.spec,
-        engine=s.engine,
-        device=s.device,
-        gpus=gpus,
-        prompt_len=prompt_len,
-        gen_len=gen_len,
-        space=SearchSpace(
-            batches=_numbers(batch) or (),
-            tp=_numbers(tp),
-            ep=_numbers(ep),
-            dp=_numbers(dp),
-            pp=_numbers(pp),
-        ),
-        constraints=Constraints(
-            max_ttft_s=max_ttft_s,
-            max_tpot_s=max_tpot_s,
-            max_power_w=max_power_w,
-            min_throughput_tokens_s=min_throughput_tokens_s,
-        ),
-        objectives=(objectives,) if isinstance(objectives, str) else objectives,
-        prices=Prices(
-            per_gpu_hour=price_per_gpu_hour,
-            per_kwh=price_per_kwh,
-            pue=pue,
-            carbon_g_per_kwh=carbon_g_per_kwh,
-        ),
-        exact=top,
-        contexts=tuple(contexts),
-        power_limit_w=power_limit_w,
-        routing=routing,
-        bundles=s.bundles,
-        anchors=s.anchors,
-        link=s.link(gpus),
-    )
+    known = catalogue or Catalogue(bundle_files=tuple(Path(b) for b in bundles))
+    boards = [
+        d if isinstance(d, Device) else known.device(str(d))
+        for d in ((device,) if isinstance(device, str | Path | Device) else device)
+    ]
+    given = _anchors(anchors)
+    found = {}
+    for board, count in pairs(boards, (gpus,) if isinstance(gpus, int) else gpus):
+        s = setting(
+            spec,
+            device=board,
+            engine=engine,
+            anchors=given if len(boards) == 1 else _of_device(given, board),
+            catalogue=known,
+        )
+        found[f"{count} x {board.name}"] = search(
+            s.spec,
+            engine=s.engine,
+            device=s.device,
+            gpus=count,
+            prompt_len=prompt_len,
+            gen_len=gen_len,
+            space=SearchSpace(
+                batches=_numbers(batch) or (),
+                tp=_numbers(tp),
+                ep=_numbers(ep),
+                dp=_numbers(dp),
+                pp=_numbers(pp),
+            ),
+            constraints=Constraints(
+                max_ttft_s=max_ttft_s,
+                max_tpot_s=max_tpot_s,
+                max_power_w=max_power_w,
+                min_throughput_tokens_s=min_throughput_tokens_s,
+            ),
+            objectives=(objectives,) if isinstance(objectives, str) else objectives,
+            prices=Prices(
+                per_gpu_hour=price_per_gpu_hour,
+                per_kwh=price_per_kwh,
+                pue=pue,
+                carbon_g_per_kwh=carbon_g_per_kwh,
+            ),
+            exact=top,
+            contexts=tuple(contexts),
+            power_limit_w=power_limit_w,
+            routing=routing,
+            bundles=s.bundles,
+            anchors=s.anchors,
+            link=s.link(count),
+        )
+    return together(found)
+
+
+def _of_device(anchors: Anchors | None, device: Device) -> Anchors | None:
+    """The boards that are of the device; the host is any device's."""
+    if anchors is None:
+        return None
+    return replace(anchors, boards=tuple(b for b in anchors.boards if b.device == device.name))
 
 
 def advise(

@@ -490,9 +490,9 @@ class ScoredConfig:
     intervals: Mapping[str, tuple[float, float]]
     exact: bool
     filtered_by: tuple[str, ...]
-    on_frontier: bool
-    rank: int | None
-    dominated_by: str | None
+    on_frontier: bool = False
+    rank: int | None = None
+    dominated_by: str | None = None
     best_of: tuple[str, ...] = ()
     tied_on: tuple[str, ...] = ()
     prediction: Prediction | None = None

@@ -6,7 +6,7 @@ import csv
 import io
 import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 from energylens.anchors import anchors_to_json
 from energylens.report.table import bundle_names, digits, memory, quantity, table
 from energylens.results import Frontier, Infeasible, ScoredConfig
-from energylens.spec.system import Parallelism
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import RenderableType
     from rich.table import Table
+
+PredictCommand = Callable[[str], str]
 
 FRONTIER_SCHEMA = "energylens/frontier/v1"
 FRONT_COLUMNS = {
@@ -38,22 +39,20 @@ FRONT_COLUMNS = {
 """Value of a configuration -> its column of the table, and its unit."""
 
 
-def frontier_document(frontier: Frontier, predict_command: str) -> dict[str, Any]:
+def frontier_document(frontier: Frontier, predict_command: PredictCommand) -> dict[str, Any]:
     """The ``energylens/frontier/v1`` document.
 
     Args:
         frontier: what was found.
-        predict_command: ``energylens predict SPEC …``, to which a configuration's own options are
-            added.
+        predict_command: gives ``energylens predict SPEC …`` for a device, to which a
+            configuration's own options are added.
     """
     f = frontier
     return {
         "schema": FRONTIER_SCHEMA,
         "spec": f.spec,
-        "device": f.pools[0].device if len(f.pools) == 1 else None,
         "engine": f.engine,
-        "gpus": f.pools[0].gpus if len(f.pools) == 1 else None,
-        "pools": [{"device": pool.device, "gpus": pool.gpus} for pool in f.pools],
+        **_machines([(pool.device, pool.gpus) for pool in f.pools]),
         "prompt_len": f.prompt_len,
         "gen_len": f.gen_len,
         "feasible": True,
@@ -89,20 +88,29 @@ def frontier_document(frontier: Frontier, predict_command: str) -> dict[str, Any
 
 
 def frontier_infeasible_document(
-    infeasible: Infeasible, *, spec: str, device: str, engine: str, gpus: int
+    infeasible: Infeasible, *, spec: str, engine: str, pools: Sequence[tuple[str, int]]
 ) -> dict[str, Any]:
     """The ``energylens/frontier/v1`` document of a search that left nothing."""
     return {
         "schema": FRONTIER_SCHEMA,
         "spec": spec,
-        "device": device,
         "engine": engine,
-        "gpus": gpus,
+        **_machines(pools),
         "feasible": False,
         "reason": infeasible.reason,
         "picks": [],
         "configs": [],
         "notes": [],
+    }
+
+
+def _machines(pools: Sequence[tuple[str, int]]) -> dict[str, Any]:
+    """Devices and GPUs that were searched; the first two are null where there are several."""
+    device, gpus = pools[0] if len(pools) == 1 else (None, None)
+    return {
+        "device": device,
+        "gpus": gpus,
+        "pools": [{"device": name, "gpus": count} for name, count in pools],
     }
 
 
@@ -138,7 +146,7 @@ def frontier_csv(frontier: Frontier) -> str:
     return text.getvalue()
 
 
-def frontier_table(frontier: Frontier, predict_command: str) -> RenderableType:
+def frontier_table(frontier: Frontier, predict_command: PredictCommand) -> RenderableType:
     """The exact part of the front, what it costs to choose otherwise, the counts, the commands.
 
     Args:
@@ -155,6 +163,7 @@ def frontier_table(frontier: Frontier, predict_command: str) -> RenderableType:
         f"{f.gen_len}; objectives {', '.join(f.objectives)}",
         _front_table(f),
         *_front_lines(f),
+        *pool_lines(f),
         *trade_lines(f),
         *price_lines(f),
         *count_lines(f),
@@ -186,10 +195,12 @@ def _front_table(f: Frontier) -> Table:
         p = c.parallelism
         marks = [*(f"best {n}" for n in c.best_of), *(f"tied {n}" for n in c.tied_on)]
         cells = [_cell(c.values[n], unit) for n, (_, unit) in columns.items()]
+        device = [f"{c.pool.gpus} x {c.pool.device}"] if len(f.pools) > 1 else []
         degrees = [str(n) for n in (p.tp, p.ep, p.dp, p.pp, p.replicas, c.batch)]
-        rows.append((str(c.rank), *degrees, *cells, ", ".join(marks)))
+        rows.append((str(c.rank), *device, *degrees, *cells, ", ".join(marks)))
     names = (
         "rank",
+        *(["device"] if len(f.pools) > 1 else []),
         "tp",
         "ep",
         "dp",
@@ -224,16 +235,40 @@ def _front_lines(f: Frontier) -> Iterator[str]:
         )
     largest = max(c.batch for c in f.configs)
     # Where memory already cut the batches of a layout, larger ones cannot run.
-    cut = [reason for reason in f.counts.infeasible_by if reason.startswith("memory: ")]
+    cut = [reason for reason in f.counts.infeasible_by if "memory: " in reason]
 
-    def open_ended(p: Parallelism) -> bool:
-        own = f"memory: {p.layout} at "
+    def open_ended(c: ScoredConfig) -> bool:
+        own = f"memory: {c.parallelism.layout} at "
+        if len(f.pools) > 1:
+            own = f"{c.pool.gpus} x {c.pool.device}: {own}"
         return not any(reason.startswith(own) for reason in cut)
 
-    if any(c.batch == largest and c.best_of and open_ended(c.parallelism) for c in f.front):
+    if any(c.batch == largest and c.best_of and open_ended(c) for c in f.front):
         yield f"the best uses the largest batch that was tried, {largest}: --batch can go further"
     if any(c.unused_gpus for c in f.front):
         yield "some layouts leave GPUs unused: those are not in the energy or the power"
+
+
+def pool_lines(f: Frontier) -> Iterator[str]:
+    """What each kind of GPUs can do at the same constraints, where there are several."""
+    for pool in f.pools if len(f.pools) > 1 else ():
+        own = [c for c in f.configs if c.pool == pool and c.rank]
+        name = f"{pool.gpus} x {pool.device}"
+        if not own:
+            yield f"{name}: nothing meets the constraints"
+            continue
+        best = min(own, key=lambda c: c.rank or 0)
+        shown = [
+            f"{label} {_cell(best.values[n], unit)}"
+            for n, (label, unit) in FRONT_COLUMNS.items()
+            if n in ("energy_per_token_j", "energy_per_request_j", "ttft_s", "tpot_s")
+            and n in best.values
+        ]
+        yield (
+            f"{name}, best {f.objectives[0]}: {layout_name(f, best).partition(': ')[2]}, batch "
+            f"{best.batch}, rank {best.rank}: {', '.join(shown)}"
+            + ("" if best.exact else " (from the table)")
+        )
 
 
 def trade_lines(f: Frontier) -> Iterator[str]:
@@ -290,7 +325,7 @@ def layout_name(f: Frontier, config: ScoredConfig) -> str:
     return name if len(f.pools) == 1 else f"{pool.gpus} x {pool.device}: {name}"
 
 
-def commands(f: Frontier, config: ScoredConfig, predict_command: str) -> dict[str, str]:
+def commands(f: Frontier, config: ScoredConfig, predict_command: PredictCommand) -> dict[str, str]:
     """What to run, by what it is for: start a replica, predict it again."""
     launch, p = launch_command(f, config), config.parallelism
     if launch and p.replicas > 1:
@@ -344,13 +379,13 @@ def _no_launch(f: Frontier) -> str:
     return "none, vllm spreads experts over all workers or over none"
 
 
-def _predict_command(f: Frontier, config: ScoredConfig, command: str) -> str:
+def _predict_command(f: Frontier, config: ScoredConfig, command: PredictCommand) -> str:
     degrees = asdict(config.parallelism)
     options = "".join(f" --{name} {n}" for name, n in degrees.items() if n > 1)
     if config.parallelism.pp > 1:
         options += f" --microbatches {min(config.parallelism.pp, config.batch)}"
     lengths = f"--prompt-len {f.prompt_len} --gen-len {f.gen_len}"
-    return f"{command}{options} --batch {config.batch} {lengths}"
+    return f"{command(config.pool.device)}{options} --batch {config.batch} {lengths}"
 
 
 def figure() -> type[Figure]:

@@ -13,9 +13,11 @@ from typing import Any
 
 from energylens.report.frontier import (
     FRONT_COLUMNS,
+    PredictCommand,
     commands,
     count_lines,
     layout_name,
+    pool_lines,
     pool_names,
     price_lines,
     provenance,
@@ -47,7 +49,7 @@ _DIGITS = 10
 """Of values: with fewer, what is on the front by a hair would not be on the page's."""
 
 
-def frontier_page(frontier: Frontier, predict_command: str) -> str:
+def frontier_page(frontier: Frontier, predict_command: PredictCommand) -> str:
     """The page, as HTML.
 
     Args:
@@ -68,7 +70,7 @@ def frontier_page(frontier: Frontier, predict_command: str) -> str:
     return first + "".join(parts[text] if i % 2 == 0 else text for i, text in enumerate(rest))
 
 
-def _data(f: Frontier, predict_command: str) -> dict[str, Any]:
+def _data(f: Frontier, predict_command: PredictCommand) -> dict[str, Any]:
     """What the page's script draws."""
     from energylens.explore.front import LIMITED, OBJECTIVES
 
@@ -118,6 +120,7 @@ def _data(f: Frontier, predict_command: str) -> dict[str, Any]:
             if c.prediction is not None
         ],
         "facts": [
+            *pool_lines(f),
             *trade_lines(f),
             *price_lines(f),
             *(line.strip() for line in count_lines(f)),
@@ -128,7 +131,7 @@ def _data(f: Frontier, predict_command: str) -> dict[str, Any]:
 
 
 def _exact(
-    f: Frontier, index: int, c: ScoredConfig, p: Prediction, predict_command: str
+    f: Frontier, index: int, c: ScoredConfig, p: Prediction, predict_command: PredictCommand
 ) -> dict[str, Any]:
     """All that is known of an exactly predicted configuration."""
     return {

@@ -6,9 +6,11 @@ import csv
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import energylens
 from energylens.cli import main
 from energylens.errors import OutOfRangeError, SpecError
 from energylens.explore import (
@@ -347,6 +349,71 @@ def test_rows_are_flat_and_alike() -> None:
     rows = found(space=SearchSpace(batches=(1, 8))).rows()
     assert len({tuple(row) for row in rows}) == 1
     assert all(isinstance(v, str | int | float | None) for row in rows for v in row.values())
+
+
+# ---------------------------------------------------------------- several devices
+
+
+def test_several_devices_share_one_front_at_the_same_limits() -> None:
+    words: dict[str, Any] = {"batch": (1, 3, 8, 40), "max_tpot_s": 0.030, "top": ALL}
+    both = energylens.explore("llama3_8b", device=["h200", "a6000"], gpus=[1, 4], **words)
+    large = energylens.explore("llama3_8b", device="h200", gpus=1, **words)
+    small = energylens.explore("llama3_8b", device="a6000", gpus=4, **words)
+    assert isinstance(both, Frontier)
+    assert isinstance(large, Frontier) and isinstance(small, Frontier)
+    assert [(pool.device, pool.gpus) for pool in both.pools] == [("h200", 1), ("a6000", 4)]
+    own = [c for f in (large, small) for c in f.configs]
+    assert [c.values for c in both.configs] == [c.values for c in own]
+    assert len({c.id for c in both.configs}) == len(own)
+    assert both.counts.tried == large.counts.tried + small.counts.tried
+    costs = {
+        c.id: (c.values["energy_per_token_j"], c.values["tpot_s"])
+        for c in both.configs
+        if not c.filtered_by
+    }
+    front = {
+        i
+        for i, (j, s) in costs.items()
+        if not any(a <= j and b <= s and (a, b) != (j, s) for a, b in costs.values())
+    }
+    assert {c.id for c in both.front} == front
+    assert {c.pool.device for c in both.front} == {"h200"}
+    best = min(costs, key=lambda i: costs[i])
+    assert both.best("energy_per_token").id == best
+    dominated = [c for c in both.configs if c.pool.device == "a6000" and not c.filtered_by]
+    assert dominated and all((c.dominated_by or "").startswith("1xh200-") for c in dominated)
+
+
+def test_a_device_that_cannot_is_left_out_and_named() -> None:
+    found_both = energylens.explore("llama3_70b", device=["h200", "a6000"], gpus=2, batch=(1, 64))
+    assert isinstance(found_both, Frontier)
+    assert {c.pool.device for c in found_both.configs} == {"h200"}
+    assert any(
+        note.startswith("2 x a6000 is left out: llama3_70b does not fit a6000")
+        for note in found_both.notes
+    )
+    neither = energylens.explore("llama3_70b", device=["h200", "a6000"], gpus=1, batch=64)
+    assert isinstance(neither, Infeasible)
+    assert "1 x h200: llama3_70b does not fit h200" in neither.reason
+    assert "1 x a6000: llama3_70b does not fit a6000" in neither.reason
+
+
+def test_devices_and_numbers_of_gpus_go_in_pairs(capsys: Capture) -> None:
+    words = ["explore", "llama3_8b", "--batch", "1,8", "--tp", "1"]
+    assert main([*words, "--device", "h200,a6000", "--gpus", "1,4"]) == 0
+    out = capsys.readouterr().out
+    assert "llama3_8b on 1 x h200 or 4 x a6000, engine vllm" in out
+    assert "4 x a6000, best energy_per_token: tp1 x 4, batch 8, rank " in out
+    assert main([*words, "--device", "a6000", "--gpus", "1,2", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["device"] is None
+    assert document["pools"] == [{"device": "a6000", "gpus": n} for n in (1, 2)]
+    for pick in document["picks"]:
+        assert "--device a6000" in pick["predict"]
+    assert main([*words, "--device", "h200,a6000", "--gpus", "1,2,4"]) == 2
+    assert "--gpus names 3 numbers and --device 2 devices" in capsys.readouterr().err
+    assert main([*words, "--device", "h200,h200", "--gpus", "1"]) == 2
+    assert "1 x h200 is named 2 times" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- the verb

@@ -21,7 +21,11 @@ from energylens.results import Frontier
 
 pytestmark = pytest.mark.usefixtures("no_debug")
 
-COMMAND = "energylens predict llama3_8b"
+
+def command(device: str) -> str:
+    return f"energylens predict llama3_8b --device {device}"
+
+
 CONTEXTS = (256, 1024, 4096, 400_000)
 
 
@@ -45,7 +49,7 @@ def data_of(page: str) -> dict[str, Any]:
 
 
 def test_the_data_of_the_page_are_those_of_the_search(frontier: Frontier) -> None:
-    data = data_of(frontier_page(frontier, COMMAND))
+    data = data_of(frontier_page(frontier, command))
     assert len(data["configs"]["batch"]) == len(frontier.configs)
     for i, c in enumerate(frontier.configs):
         assert data["configs"]["batch"][i] == c.batch
@@ -85,7 +89,7 @@ def test_contexts_are_decode_steps_of_the_front_that_fit(frontier: Frontier) -> 
 
 def test_no_text_of_a_spec_ends_the_script(frontier: Frontier) -> None:
     evil = "</script><script>alert(1)</script>@css@"
-    page = frontier_page(replace(frontier, spec=evil, source_id=evil), COMMAND)
+    page = frontier_page(replace(frontier, spec=evil, source_id=evil), command)
     assert data_of(page)["heading"].startswith(evil)
     assert page.count("<script") == 3
     assert "<title>&lt;/script&gt;" in page
@@ -121,7 +125,7 @@ def contrast(one: str, other: str) -> float:
 
 
 def test_colours_can_be_told_from_what_is_behind_them(frontier: Frontier) -> None:
-    page = frontier_page(frontier, COMMAND)
+    page = frontier_page(frontier, command)
     themes = re.findall(r":root(?:\[data-theme=\"dark\"\])? \{(.*?)\}", page, re.S)
     assert len(themes) == 2
     script = page[page.rindex("<script>") :]
@@ -146,7 +150,7 @@ browser = pytest.mark.skipif(BINARY is None, reason="no Chromium here")
 def page(tmp_path_factory: pytest.TempPathFactory, frontier: Frontier) -> Iterator[Page]:
     folder = tmp_path_factory.mktemp("page")
     file = folder / "front.html"
-    file.write_text(frontier_page(frontier, COMMAND), encoding="utf-8")
+    file.write_text(frontier_page(frontier, command), encoding="utf-8")
     with Page(folder / "profile") as page:
         page.open(file)
         yield page
@@ -268,7 +272,7 @@ def test_a_row_of_the_table_selects_and_explains(page: Page, frontier: Frontier)
     assert page.run("energylens.selected.i") == frontier.configs.index(best)
     text = page.run("document.getElementById('selected').innerText")
     assert "vllm serve meta-llama/Llama-3.1-8B --tensor-parallel-size" in text
-    assert "energylens predict llama3_8b --tp" in text
+    assert "energylens predict llama3_8b --device h200 --tp" in text
     assert "gate+up" in text
     assert page.run("document.querySelectorAll('tr[aria-current=true]').length") == 1
 
@@ -346,7 +350,7 @@ def test_other_objectives_and_single_tokens_have_a_page_too(tmp_path: Path) -> N
         gen_len=1, objectives=["energy_per_prompt", "ttft", "gpus"], batch=(1, 2, 8), contexts=()
     )
     file = tmp_path / "one.html"
-    file.write_text(frontier_page(f, COMMAND), encoding="utf-8")
+    file.write_text(frontier_page(f, command), encoding="utf-8")
     with Page(tmp_path / "profile") as page:
         page.open(file)
         assert [f.configs[i].id for i in front(page)] == [c.id for c in f.front]

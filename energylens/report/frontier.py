@@ -5,13 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import math
-import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from energylens.anchors import anchors_to_json
+from energylens.report.launch import PredictCommand, command_lines, commands
 from energylens.report.table import bundle_names, digits, memory, quantity, table
 from energylens.results import Frontier, Infeasible, ScoredConfig
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import RenderableType
     from rich.table import Table
-
-PredictCommand = Callable[[str], str]
 
 FRONTIER_SCHEMA = "energylens/frontier/v1"
 FRONT_COLUMNS = {
@@ -44,8 +42,7 @@ def frontier_document(frontier: Frontier, predict_command: PredictCommand) -> di
 
     Args:
         frontier: what was found.
-        predict_command: gives ``energylens predict SPEC …`` for a device, to which a
-            configuration's own options are added.
+        predict_command: to which a configuration's own options are added.
     """
     f = frontier
     return {
@@ -74,8 +71,7 @@ def frontier_document(frontier: Frontier, predict_command: PredictCommand) -> di
                 "objective": name,
                 "id": f.best(name).id,
                 "tied": [c.id for c in f.front if name in c.tied_on],
-                "launch": launch_command(f, f.best(name)),
-                "predict": _predict_command(f, f.best(name), predict_command),
+                **commands(f, f.best(name), predict_command),
             }
             for name in f.objectives
         ],
@@ -157,7 +153,7 @@ def frontier_table(frontier: Frontier, predict_command: PredictCommand) -> Rende
 
     f = frontier
     pick = f.best(f.objectives[0])
-    shown = commands(f, pick, predict_command)
+    shown = command_lines(f, pick, predict_command)
     return Group(
         f"{f.spec} on {pool_names(f)}, engine {f.engine}: prompt {f.prompt_len}, generate "
         f"{f.gen_len}; objectives {', '.join(f.objectives)}",
@@ -325,44 +321,6 @@ def layout_name(f: Frontier, config: ScoredConfig) -> str:
     return name if len(f.pools) == 1 else f"{pool.gpus} x {pool.device}: {name}"
 
 
-def commands(f: Frontier, config: ScoredConfig, predict_command: PredictCommand) -> dict[str, str]:
-    """What to run, by what it is for: start a replica, predict it again."""
-    launch, p = launch_command(f, config), config.parallelism
-    if launch and p.replicas > 1:
-        own = p.gpus // p.replicas
-        each = f"{own} GPUs of its own" if own > 1 else "a GPU of its own"
-        launch += f"   # {p.replicas} of these, each on {each}"
-    return {
-        "launch": launch or _no_launch(f),
-        "check": _predict_command(f, config, predict_command),
-    }
-
-
-def launch_command(f: Frontier, config: ScoredConfig) -> str | None:
-    """The command that starts one replica of a configuration; None where the engine has none."""
-    p = config.parallelism
-    if f.engine != "vllm" or p.ep not in (1, p.workers):
-        return None
-    options = [f"--tensor-parallel-size {p.tp}"]
-    if p.pp > 1:
-        options.append(f"--pipeline-parallel-size {p.pp}")
-    if p.dp > 1:
-        options.append(f"--data-parallel-size {p.dp}")
-    if p.ep > 1:
-        options.append("--enable-expert-parallel")
-    sequences = -(-config.batch // p.dp)
-    options.append(f"--max-num-seqs {sequences}")
-    pool = config.pool
-    if pool.captured_tokens and 2 * sequences < pool.captured_tokens:
-        # vLLM captures steps of twice the sequences; more were priced as captured.
-        options.append(f"--max-cudagraph-capture-size {pool.captured_tokens}")
-    if pool.batch_tokens:
-        options.append(f"--max-num-batched-tokens {pool.batch_tokens}")
-    options.append(f"--max-model-len {f.prompt_len + f.gen_len}")
-    model = f.source_id.split()[0] if f.source_id.split() else f.spec
-    return f"vllm serve {shlex.quote(model)} {' '.join(options)}"
-
-
 def _uncut(text: str) -> Table:
     """A line to copy: never wrapped, however narrow the terminal is."""
     from rich.table import Table
@@ -371,21 +329,6 @@ def _uncut(text: str) -> Table:
     line.add_column(min_width=len(text), no_wrap=True)
     line.add_row(text)
     return line
-
-
-def _no_launch(f: Frontier) -> str:
-    if f.engine != "vllm":
-        return f"no server of engine {f.engine} is known"
-    return "none, vllm spreads experts over all workers or over none"
-
-
-def _predict_command(f: Frontier, config: ScoredConfig, command: PredictCommand) -> str:
-    degrees = asdict(config.parallelism)
-    options = "".join(f" --{name} {n}" for name, n in degrees.items() if n > 1)
-    if config.parallelism.pp > 1:
-        options += f" --microbatches {min(config.parallelism.pp, config.batch)}"
-    lengths = f"--prompt-len {f.prompt_len} --gen-len {f.gen_len}"
-    return f"{command(config.pool.device)}{options} --batch {config.batch} {lengths}"
 
 
 def figure() -> type[Figure]:

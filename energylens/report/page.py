@@ -13,8 +13,6 @@ from typing import Any
 
 from energylens.report.frontier import (
     FRONT_COLUMNS,
-    PredictCommand,
-    commands,
     count_lines,
     layout_name,
     pool_lines,
@@ -23,6 +21,7 @@ from energylens.report.frontier import (
     provenance,
     trade_lines,
 )
+from energylens.report.launch import PredictCommand, command_lines
 from energylens.report.prediction import memory_line
 from energylens.results import Frontier, Prediction, ScoredConfig
 
@@ -139,7 +138,7 @@ def _exact(
         "intervals": {name: [_number(end) for end in c.intervals[name]] for name in c.intervals},
         "memory": memory_line(p.memory).partition(": ")[2],
         "source": str(p.source),
-        "launch": list(commands(f, c, predict_command).items()),
+        "launch": list(command_lines(f, c, predict_command).items()),
         "breakdown": [
             {
                 "phase": row.phase,

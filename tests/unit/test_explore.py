@@ -23,7 +23,8 @@ from energylens.explore import (
 )
 from energylens.explore.front import exact_values
 from energylens.predict import Catalogue, predict
-from energylens.report.frontier import frontier_plot, launch_command
+from energylens.report.frontier import frontier_plot
+from energylens.report.launch import commands, launch_command
 from energylens.results import Frontier, Infeasible, Prediction
 from energylens.spec.system import Config, Parallelism, Workload
 
@@ -489,6 +490,50 @@ def test_experts_over_some_workers_have_no_launch_command(capsys: Capture) -> No
     assert "launch: no server of engine hf is known" in capsys.readouterr().out
 
 
+def command(found_config: dict[str, int], name: str, batch: int = 24) -> str | None:
+    """A command of a layout of qwen3_moe."""
+    degrees = {"tp": 1, "ep": 1, "dp": 1, "pp": 1} | found_config
+    gpus = degrees["tp"] * degrees["dp"] * degrees["pp"]
+    space = SearchSpace(batches=(batch,), **{k: (v,) for k, v in degrees.items()})
+    f = found("qwen3_moe", gpus=gpus, prompt_len=1000, gen_len=200, space=space)
+    return commands(f, f.front[0], lambda device: f"predict {device}")[name]
+
+
+def test_other_servers_get_the_same_layout_in_their_own_words() -> None:
+    sglang = "python -m sglang.launch_server --model-path Qwen/Qwen3-30B-A3B "
+    limits = "--chunked-prefill-size 16384 --context-length 1200"
+    assert command({"tp": 2}, "sglang") == (
+        f"{sglang}--tp-size 2 --max-running-requests 24 --cuda-graph-max-bs 24 {limits}"
+    )
+    assert command({"tp": 2, "dp": 2, "ep": 4}, "sglang") == (
+        f"{sglang}--tp-size 4 --dp-size 2 --enable-dp-attention --ep-size 4 "
+        f"--max-running-requests 24 --cuda-graph-max-bs 12 {limits}"
+    )
+    trtllm = "trtllm-serve Qwen/Qwen3-30B-A3B "
+    assert command({"tp": 2, "ep": 2, "pp": 2}, "trtllm") == (
+        f"{trtllm}--tp_size 2 --ep_size 2 --pp_size 2 --max_batch_size 24 --max_num_tokens 16384 "
+        "--max_seq_len 1200"
+    )
+    assert command({"dp": 2, "ep": 2}, "trtllm") == (
+        f"{trtllm}--tp_size 2 --ep_size 2 --max_batch_size 12 --max_num_tokens 16384 "
+        "--max_seq_len 1200 --extra_llm_api_options <(echo 'enable_attention_dp: true')"
+    )
+    assert command({"tp": 2, "dp": 2}, "trtllm") is None
+
+
+def test_a_pick_says_what_would_falsify_it() -> None:
+    assert command({"tp": 2}, "bench") == (
+        "vllm bench serve --model Qwen/Qwen3-30B-A3B --dataset-name random --random-input-len 1000 "
+        "--random-output-len 200 --ignore-eos --num-prompts 24 --max-concurrency 24 "
+        "--percentile-metrics ttft,tpot,e2el"
+    )
+    assert command({"tp": 2, "ep": 2}, "profile") == (
+        "energylens profile Qwen/Qwen3-30B-A3B --engine vllm --tp 2 --ep 2 --batch-size 24 "
+        "--prompt-len 1000 --gen-len 200 --context-len 1100 --ttft --tpot --ttlt --energy"
+    )
+    assert command({"dp": 2}, "profile") is None
+
+
 @pytest.mark.parametrize("columns", ["60", "200"])
 def test_the_table_says_what_to_choose_and_what_it_costs(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, columns: str
@@ -501,6 +546,9 @@ def test_the_table_says_what_to_choose_and_what_it_costs(
     launch = next(line for line in lines if line.startswith("launch: "))
     assert launch.startswith("launch: vllm serve meta-llama/Llama-3.1-8B --tensor-parallel-size ")
     assert any(line.startswith("check: energylens predict llama3_8b ") for line in lines)
+    for start in ("sglang, not calibrated: python -m sglang.", "trtllm, not calibrated: trtllm-s"):
+        assert any(line.startswith(start) for line in lines)
+    assert any(line.startswith("measure energy, too: energylens profile ") for line in lines)
     assert "best energy_per_token" in out
     assert "the best tpot (tp2-ep1-dp1-b1) costs" in " ".join(out.split())
     assert "15 configurations tried" in out

@@ -136,10 +136,10 @@
       legend: {
         labels: {
           color: css("--text"), usePointStyle: true, boxHeight: 7,
-          // A dataset's points may be pale or hollow; its name never is.
+          // A dataset's points may be pale or hollow; its name never is, and it has the line's dashes.
           generateLabels: (chart) => Chart.defaults.plugins.legend.labels.generateLabels(chart).map((label) => {
-            const own = chart.data.datasets[label.datasetIndex].nameColour;
-            return own ? { ...label, fillStyle: own, strokeStyle: own } : label;
+            const { nameColour: own, borderDash: lineDash = [] } = chart.data.datasets[label.datasetIndex];
+            return own ? { ...label, fillStyle: own, strokeStyle: own } : { ...label, lineDash };
           }),
         },
       },
@@ -270,6 +270,8 @@
       view.rows.filter((c) => c.layout === layout).sort((a, b) => a.batch - b.batch).map((c) => ({ x: c.batch, y: value(c, name), c })),
       layout, { pointRadius: 0, pointHitRadius: 6 }));
     const options = base();
+    options.plugins.legend.labels.pointStyle = "line";
+    options.plugins.legend.labels.pointStyleWidth = 26;
     options.scales = { x: axis({ label: "batch of a replica", unit: "" }), y: axis(fields.get(name)) };
     options.scales.x.ticks.callback = (x) => (Number.isInteger(Math.log2(x)) ? String(x) : "");
     options.scales.x.afterBuildTicks = (scale) => {

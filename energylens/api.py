@@ -450,7 +450,9 @@ def validate(
     Raises:
         SpecError: a file cannot be read, or an argument is wrong.
     """
+    from energylens.profiler.trace import LAWS_OFF
     from energylens.truth import read_measurements
+    from energylens.validate import Predict
     from energylens.validate import validate as compare
 
     known = catalogue or Catalogue(bundle_files=tuple(Path(b) for b in bundles))
@@ -458,9 +460,14 @@ def validate(
     rows = [m for m in items if isinstance(m, Measurement)]
     rows += read_measurements([Path(f) for f in items if not isinstance(f, Measurement)])
     given, laws = _anchors(anchors), frozenset(without)
+
+    def predicting(laws: frozenset[str]) -> Predict:
+        return lambda m, own: predict_measurement(m, anchors=own, without=laws, catalogue=known)
+
     return compare(
         [_with_anchors(m, given) for m in rows],
-        lambda m, own: predict_measurement(m, anchors=own, without=laws, catalogue=known),
+        predicting(laws),
+        predict_kernels=predicting(laws | LAWS_OFF),
         by=by,
         ignore_anchors=ignore_anchors,
     )

@@ -93,6 +93,21 @@ class BreakdownRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KernelRow:
+    """All launches of one kernel in a measured phase: ``count`` and ``latency_s`` are per step.
+
+    ``share`` is of the phase's kernel time; kernels of several streams or devices add up.
+    """
+
+    phase: str
+    kind: Kind
+    op: str
+    count: float
+    latency_s: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseResult:
     """Latency and energy of one phase; energy over all workers, ``mean_power_w`` per GPU."""
 
@@ -409,7 +424,15 @@ class ServingResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """One measured row (of a truth CSV or a profile): what ran, and what it took."""
+    """One measured row (of a truth CSV or a profile): what ran, and what it took.
+
+    Attributes:
+        prefill_mode: of a request whose prefill is launched in another mode than its decode steps.
+        latency_noise, energy_noise: half widths of the 95 % intervals of what was measured,
+            relative to it; None where unknown.
+        defect: why the measurement is not valid.
+        kernels: kernel time of one step, from a profiled pass of its own.
+    """
 
     record_id: str
     device: str
@@ -429,6 +452,11 @@ class Measurement:
     regime: str = "device"
     power_limit_w: float | None = None
     anchors: Anchors | None = None
+    prefill_mode: str | None = None
+    latency_noise: float | None = None
+    energy_noise: float | None = None
+    defect: str | None = None
+    kernels: tuple[KernelRow, ...] = ()
     labels: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
 

@@ -21,6 +21,7 @@ from energylens.cli.explore import explore
 from energylens.cli.known import doctor, list_known
 from energylens.cli.output import EXIT_FAILURE, EXIT_INPUT, EXIT_INTERRUPTED, fail
 from energylens.cli.predict import predict
+from energylens.cli.profile import profile
 from energylens.cli.validate import validate
 from energylens.errors import EnergyLensError
 
@@ -125,6 +126,7 @@ app.command()(predict)
 app.command()(explore)
 app.command()(advise)
 app.command()(validate)
+app.command()(profile)
 app.command(name="list")(list_known)
 app.command()(doctor)
 app.command()(calibrate)

@@ -342,6 +342,13 @@ def figure() -> type[Figure]:
     return Figure
 
 
+def save_figure(canvas: Figure, path: Path) -> None:
+    """Write an image at once; the suffix of ``path`` says which format."""
+    temporary = path.with_name(f".{path.stem}.tmp{path.suffix}")
+    canvas.savefig(temporary, dpi=150)
+    temporary.replace(path)
+
+
 def frontier_plot(frontier: Frontier, path: Path) -> None:
     """Energy per token against time per token of all that meet the constraints, as an image.
 
@@ -393,9 +400,7 @@ def frontier_plot(frontier: Frontier, path: Path) -> None:
     axes.legend(fontsize="small")
     lengths = f"prompt {f.prompt_len}, generate {f.gen_len}"
     axes.set_title(f"{f.spec} on {pool_names(f)}, {f.engine}: {lengths}")
-    temporary = path.with_name(f".{path.stem}.tmp{path.suffix}")
-    canvas.savefig(temporary, dpi=150)
-    temporary.replace(path)
+    save_figure(canvas, path)
 
 
 def _plotted(configs: Sequence[ScoredConfig]) -> tuple[list[float], list[float]]:

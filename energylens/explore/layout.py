@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from energylens.lower import Lowered
-from energylens.predict import Machine, request_contexts
+from energylens.machine import Machine, StepSums
+from energylens.predict import request_contexts
 from energylens.spec.system import Mode, Parallelism, Phase, Sequences, Step, Workload, chunked
 
 Array = NDArray[np.float64]
@@ -57,6 +58,7 @@ class Layout:
     """
 
     stages: tuple[Lowered, ...]
+    sums: StepSums
     machine: Machine
     parallelism: Parallelism
     workload: Workload
@@ -104,7 +106,8 @@ class Layout:
         if not steps:
             return np.empty((0, len(self.stages), 2))
         distinct = {step: i for i, step in enumerate(dict.fromkeys(steps))}
-        prices = np.stack(self.machine.price(self.stages, list(distinct), lone=lone), axis=-1)
+        found = self.machine.price(self.sums, self.stages, list(distinct), lone=lone)
+        prices = np.stack(found, axis=-1)
         return prices[[distinct[step] for step in steps]]
 
     # -- decode

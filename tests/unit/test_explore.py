@@ -172,7 +172,9 @@ def test_counts_add_up_and_say_why() -> None:
 
 
 def test_replicas_fill_the_gpus_and_the_rest_is_not_counted() -> None:
-    f = found(gpus=7, space=SearchSpace(batches=(4,), pp=(1,)), exact=ALL, objectives=tuple(UNPRICED))
+    f = found(
+        gpus=7, space=SearchSpace(batches=(4,), pp=(1,)), exact=ALL, objectives=tuple(UNPRICED)
+    )
     by_tp = {c.parallelism.tp: c for c in f.configs}
     assert {tp: (c.parallelism.replicas, c.unused_gpus) for tp, c in by_tp.items()} == {
         1: (7, 0),

@@ -395,25 +395,30 @@ class StepSums:
                 for s in steps
                 if (id(item), s) not in self._known
             ]
-        ops = {op.key: op for _, own in fresh for each in own for op in each}
-        new = [op for key, op in ops.items() if key not in self._costs]
+        if not fresh:
+            return
+        ops = [op for _, own in fresh for each in own for op in each]
+        distinct = {op.key: op for op in ops}
+        new = [op for key, op in distinct.items() if key not in self._costs]
         for op, cost in zip(new, self._model.costs(new), strict=True):
             self._costs[op.key] = _moments(op, cost)
-        for key, own in fresh:
-            self._known[key] = np.array([self._summed(each, own[0]) for each in own])
-
-    def _summed(self, ops: Sequence[Op], first: Sequence[Op]) -> Array:
-        """Sums over a worker's ops; as in a step, what scales with the clock is the first one's."""
-        found = np.zeros(_MOMENTS)
-        for op, other in zip(ops, first, strict=True):
-            own = self._costs[op.key]
-            if op is not other:
-                share = self._costs[other.key][1] / self._costs[other.key][0]
-                own = np.concatenate(((own[0], own[0] * share, own[2], own[2] * share), own[4:]))
-            found[:12] += op.count * own
-        of_kind = [max((o.count for o in ops if o.kind is kind), default=0) for kind in _LAYERS]
-        found[12:] = of_kind
-        return found
+        place = {key: i for i, key in enumerate(distinct)}
+        each_of = np.array([self._costs[key] for key in distinct])
+        moments = each_of[[place[op.key] for op in ops]]
+        # As in a step, the part that scales with the clock is that of the first worker's op.
+        first = [op.key for _, own in fresh for _ in own for op in own[0]]
+        share = (each_of[:, 1] / each_of[:, 0])[[place[key] for key in first]]
+        moments[:, 1], moments[:, 3] = moments[:, 0] * share, moments[:, 2] * share
+        counts = np.array([op.count for op in ops], dtype=np.float64)
+        of_kind = np.array([[op.kind is kind for kind in _LAYERS] for op in ops])
+        sizes = [len(each) for _, own in fresh for each in own]
+        starts = np.concatenate(([0], np.cumsum(sizes[:-1], dtype=np.int64)))
+        sums = np.add.reduceat(counts[:, None] * moments, starts)
+        layers = np.maximum.reduceat(counts[:, None] * of_kind, starts)
+        rows = np.concatenate((sums, layers), axis=1)
+        ends = np.cumsum([len(own) for _, own in fresh]).tolist()
+        for (key, own), end in zip(fresh, ends, strict=True):
+            self._known[key] = rows[end - len(own) : end]
 
 
 _LAYERS = (Kind.ATTENTION, Kind.MOE)

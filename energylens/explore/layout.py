@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -137,6 +138,8 @@ class Layout:
         shares = -(-sizes // dp)
         table = mode is Mode.SERVING and serving is not None
         ends = _cell_ends(serving.capture_sizes if serving else (), int(shares.max()))
+        if len(self.stages) > 1:  # one of the stages may stop waiting for the host in between
+            ends = sorted({*ends, *((a + b) // 2 for a, b in pairwise([0, *ends]))} - {0})
         cells = np.searchsorted(ends, shares) if table else shares
         _, cell = np.unique(cells, return_inverse=True)
         low = np.full(cell.max() + 1, np.iinfo(np.int64).max)

@@ -243,10 +243,10 @@ class _Search:
         parts: list[tuple[Parallelism, IntArray, dict[str, Array]]] = []
         nearest: Memory | None = None
         for stages, sums, parallelism in self._lowered():
-            held = fullest(stages, self._workload(int(self._batches[0])), self.device)
             count = self._fitting(stages)
-            if nearest is None or _overflow(held) < _overflow(nearest):
-                nearest = held
+            if not count:
+                held = fullest(stages, self._workload(int(self._batches[0])), self.device)
+                nearest = min(nearest or held, held, key=_overflow)
             if count < len(self._batches):
                 most = f"batches above {self._batches[count - 1]}" if count else "any batch"
                 self.infeasible[f"memory: {parallelism.layout} at {most}"] += (
@@ -330,13 +330,14 @@ class _Search:
     def _fitting(self, stages: tuple[Lowered, ...]) -> int:
         """How many of the batches fit the memory, smallest first: it grows with the batch."""
         low, high = 0, len(self._batches)
+        middle = high - 1  # nearly always all of them do
         while low < high:
-            middle = (low + high) // 2
             batch = int(self._batches[middle])
             if fullest(stages, self._workload(batch), self.device).fits:
                 low = middle + 1
             else:
                 high = middle
+            middle = (low + high) // 2
         return low
 
     def refine(self, chosen: Choice) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -366,17 +366,19 @@ class StepSums:
         self._model = model
         self._costs = {} if costs is None else costs
         self._items: dict[int, Item] = {}  # kept, so that no other one gets the same id
-        self._known: dict[tuple[int, Step], Array] = {}
+        self._numbers: dict[Step, int] = {}
+        self._known: dict[tuple[int, int], Array] = {}  # by item, and number of the step
 
     def of(self, lowered: Lowered, steps: Sequence[Step]) -> SummedSteps:
         """The sums of some steps of a model, or of a stage."""
         sharding = lowered.sharding
         workers = sharding.tp * sharding.dp if sharding.ep > 1 else 1
         own = [s.share(sharding.dp) for s in steps]
-        self._learn(lowered, dict.fromkeys(own), workers)
+        numbers = [self._numbers.setdefault(s, len(self._numbers)) for s in own]
+        self._learn(lowered, dict(zip(numbers, own, strict=True)), workers)
         moments = np.zeros((len(steps), workers, _MOMENTS))
         for item, (part, whole) in zip(lowered.items, lowered.shares, strict=True):
-            rows = [self._known[id(item), s] for s in own]
+            rows = [self._known[id(item), n] for n in numbers]
             moments += np.array(rows).reshape(len(steps), -1, _MOMENTS) * (part / whole)
         shapes = tuple(
             StepShape(sequences=s.batch, tokens=s.tokens, layers=round(n), expert_layers=round(e))
@@ -384,16 +386,16 @@ class StepSums:
         )
         return SummedSteps(moments=moments, shapes=shapes)
 
-    def _learn(self, lowered: Lowered, steps: Iterable[Step], workers: int) -> None:
+    def _learn(self, lowered: Lowered, steps: Mapping[int, Step], workers: int) -> None:
         """Lower what is not known yet, and price what is new of it."""
-        fresh: list[tuple[tuple[int, Step], list[tuple[Op, ...]]]] = []
+        fresh: list[tuple[tuple[int, int], list[tuple[Op, ...]]]] = []
         for item in lowered.items:
             self._items[id(item)] = item
             by_worker = range(workers) if isinstance(item, Experts) else range(1)
             fresh += [
-                ((id(item), s), [tuple(item.ops(lowered.engine, s, w)) for w in by_worker])
-                for s in steps
-                if (id(item), s) not in self._known
+                ((id(item), n), [tuple(item.ops(lowered.engine, s, w)) for w in by_worker])
+                for n, s in steps.items()
+                if (id(item), n) not in self._known
             ]
         if not fresh:
             return

@@ -51,6 +51,12 @@ DEFAULT_OBJECTIVES = ("energy_per_token", "tpot")
 first of them, and would only thicken the front."""
 
 
+_IN_FLIGHT = (
+    "layouts with pp: as many parts of the batch in flight as there are stages, as vLLM schedules "
+    "requests that keep coming; it runs a batch that comes at once in fewer parts, and slower"
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSpace:
     """What to try; ``None`` stands for every degree that the model and the engine allow.
@@ -411,6 +417,8 @@ class _Search:
         predictions = [p for p in chosen.exact.values() if isinstance(p, Prediction)]
         serving = self.engine.serving
         notes = dict.fromkeys(note for p in predictions for note in p.notes)
+        if any(p.pp > 1 for p in chosen.table.parallelism):
+            notes[_IN_FLIGHT] = None
         excess, constraints = chosen.excess, tuple(chosen.constraints)
         over = (excess > 0) & chosen.table.runs[:, None]
         missed = {name: int(over[:, j].sum()) for j, name in enumerate(constraints)}

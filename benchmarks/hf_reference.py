@@ -21,10 +21,10 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,7 +42,6 @@ PHASES = (
 )
 PROFILED = {("prefill", 1, 2048), ("decode", 16, 1024)}
 WINDOW_S, SETTLE_S = 1.2, 1.0
-MARK = "energylens::"
 
 
 def build(spec_name: str) -> tuple[Any, Any]:
@@ -65,71 +64,6 @@ def build(spec_name: str) -> tuple[Any, Any]:
     with torch.no_grad():
         random_fill(model)
     return model, spec
-
-
-@contextmanager
-def marked(model: Any) -> Iterator[None]:
-    """Name every module and function by the op kind that its kernels count as."""
-    import importlib
-
-    import torch
-    from transformers import cache_utils
-
-    module = importlib.import_module(type(model).__module__)
-
-    def wrap(function: Callable[..., Any], kind: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with torch.profiler.record_function(MARK + kind):
-                return function(*args, **kwargs)
-
-        return call
-
-    kinds = {
-        "Linear": "gemm",
-        "RMSNorm": "norm",
-        "Embedding": "copy",
-        "RotaryEmbedding": "overhead",
-        "MLP": "elementwise",
-    }
-    undo: list[Callable[[], None]] = []
-    for m in model.modules():
-        kind = next((k for name, k in kinds.items() if type(m).__name__.endswith(name)), None)
-        if type(m).__name__.endswith("DecoderLayer"):
-            kind = "elementwise"  # what no child takes: the residual additions
-        if kind:
-            m.forward = wrap(m.forward, kind)
-            undo.append(lambda m=m: delattr(m, "forward"))
-    for owner, name, kind in (
-        (module, "apply_rotary_pos_emb", "elementwise"),
-        (cache_utils.DynamicLayer, "update", "copy"),
-    ):
-        original = getattr(owner, name)
-        setattr(owner, name, wrap(original, kind))
-        undo.append(lambda o=owner, n=name, f=original: setattr(o, n, f))
-    try:
-        yield
-    finally:
-        for u in undo:
-            u()
-
-
-def kernel_seconds(events: Any, repeats: int) -> dict[str, float]:
-    """Device seconds per op kind and pass; a kernel counts to the nearest mark above its launch."""
-    totals: dict[str, float] = defaultdict(float)
-    for event in events:
-        if not event.kernels:
-            continue
-        kind, above = "overhead", event
-        while above is not None:
-            if above.name.startswith(MARK):
-                kind = above.name.removeprefix(MARK)
-                break
-            if above.name == "aten::scaled_dot_product_attention":
-                kind = "attention"
-                break
-            above = above.cpu_parent
-        totals[kind] += sum(k.duration for k in event.kernels) * 1e-6 / repeats
-    return dict(totals)
 
 
 def measure(spec_name: str, out: Path, recording: Path | None = None) -> None:
@@ -240,6 +174,9 @@ def profiled(model: Any, step: Callable[[], object]) -> dict[str, float]:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
+    from energylens.profiler.marks import marked
+    from energylens.profiler.trace import breakdown, kernel_table
+
     with marked(model):
         step()
         torch.cuda.synchronize()
@@ -247,13 +184,17 @@ def profiled(model: Any, step: Callable[[], object]) -> dict[str, float]:
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as prof:
             step()
             torch.cuda.synchronize()
-    return kernel_seconds(prof.events(), 1)
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        prof.export_chrome_trace(str(trace))
+        return {str(kind): s for kind, s in breakdown(kernel_table(trace))["step"].items()}
 
 
 def compare(path: Path) -> None:
     """Print signed errors of the prediction, by op kind and for whole steps."""
     from energylens.anchors import anchors_from_json
     from energylens.predict import Catalogue, predict
+    from energylens.profiler.trace import LAWS_OFF
     from energylens.results import Infeasible
     from energylens.spec.system import Phase, Workload
 
@@ -290,7 +231,7 @@ def compare(path: Path) -> None:
     print(f"{document['spec']} on {asdict(anchors.boards[0])['board_uuid']}, {document['time']}")
     print("\nkernel time by op kind, no cap and no host law: predicted / profiled, ms")
     for row in document["profiles"]:
-        result = predicted(row, frozenset({"cap", "host", "gap"}))
+        result = predicted(row, LAWS_OFF)
         parts: dict[str, float] = defaultdict(float)
         for part in result.breakdown:
             kind = "overhead" if str(part.kind) == "sampling" else str(part.kind)

@@ -32,29 +32,14 @@ from typing import Any
 import numpy as np
 from hf_reference import step_line
 
+from energylens.profiler.trace import LAWS_OFF, kind_of
+
 PROFILED = (("prefill", 1, 2048), ("decode", 16, 1024))
 PROFILED_STEPS = 4
 SETTLE_S, WINDOW_S, REST_S = 1.0, 1.5, 3.0
 RATE_PER_S, DURATION_S = 20.0, 70.0
 PROMPT, GENERATION = (600, 0.7, 64, 4096), (150, 0.6, 16, 600)
 """Median, logarithmic deviation, least and most tokens of a request's prompt and answer."""
-
-KINDS = (
-    ("gemm", ("nvjet", "splitk", "gemm", "gemv")),
-    ("copy", ("reshape_and_cache", "embedding")),
-    ("attention", ("flash", "attn")),
-    ("norm", ("norm",)),
-    ("sampling", ("gumbel", "argmax")),
-    ("collective", ("nccl", "all_reduce", "cross_device_reduce")),
-    ("elementwise", ("triton_poi",)),
-)
-"""Op kind -> parts of kernel names, tried in this order; what matches none is overhead."""
-
-
-def kind_of(kernel: str) -> str:
-    """Op kind of a CUDA kernel by its name."""
-    name = kernel.lower()
-    return next((kind for kind, parts in KINDS if any(p in name for p in parts)), "overhead")
 
 
 def traffic(seed: int = 1) -> dict[str, list[Any]]:
@@ -216,7 +201,7 @@ def compare(path: Path) -> None:
             f"\nkernels of {row['phase']} {row['batch']}x{row['prompt_len']}, no cap, host or gap:"
         )
         parts: dict[str, float] = defaultdict(float)
-        for part in predicted(row, frozenset({"cap", "host", "gap"})).breakdown:
+        for part in predicted(row, LAWS_OFF).breakdown:
             parts[str(part.kind)] += part.latency_s
         found: dict[str, float] = defaultdict(float)
         for name, seconds in row["kernels"].items():

@@ -1,8 +1,8 @@
 """EnergyLens predicts the joules and seconds of LLM inference before anything is deployed.
 
-The command line is `energylens`; as a library, `energylens.predict`, `energylens.explore` and
-`energylens.validate` are its verbs (`energylens.api`). Importing this package imports none of the
-heavy libraries.
+The command line is `energylens`; as a library, `energylens.predict`, `energylens.explore`,
+`energylens.advise` and `energylens.validate` are its verbs (`energylens.api`). Importing this
+package imports none of the heavy libraries.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from energylens.api import advise as advise
     from energylens.api import explore as explore
     from energylens.api import predict as predict
     from energylens.api import validate as validate
@@ -39,6 +40,8 @@ class _Package(ModuleType):
     """This package: a verb's module is imported when it is first named, and can be called."""
 
     def __getattr__(self, name: str) -> Any:
+        if name == "advise":  # no module has that name
+            return import_module(f"{self.__name__}.api").advise
         if name not in _VERBS:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         return import_module(f"{self.__name__}.{name}")

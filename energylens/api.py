@@ -24,7 +24,7 @@ from energylens.cost.bundle import Bundle
 from energylens.errors import SpecError
 from energylens.predict import Catalogue, predict_measurement
 from energylens.predict import predict as _predict
-from energylens.results import Anchors, Frontier, Infeasible, Measurement, Prediction
+from energylens.results import Advice, Anchors, Frontier, Infeasible, Measurement, Prediction
 from energylens.spec.model import Spec
 from energylens.spec.system import (
     Config,
@@ -40,7 +40,7 @@ from energylens.spec.system import (
 if TYPE_CHECKING:  # a prediction need not wait for what other verbs import
     from energylens.validate import Validation
 
-__all__ = ["Setting", "explore", "parallelism", "predict", "setting", "validate"]
+__all__ = ["Setting", "advise", "explore", "parallelism", "predict", "setting", "validate"]
 
 Named = str | Path
 """By name, or a file."""
@@ -221,8 +221,8 @@ def predict(
 def explore(
     spec: Named | Spec,
     *,
-    gpus: int,
-    device: Named | Device = "h200",
+    gpus: int | Sequence[int],
+    device: Named | Device | Sequence[Named | Device] = "h200",
     engine: Named | Engine = "vllm",
     prompt_len: int = 1024,
     gen_len: int = 128,
@@ -241,6 +241,7 @@ def explore(
     pue: float | None = None,
     carbon_g_per_kwh: float | None = None,
     top: int = 20,
+    contexts: Iterable[int] = (),
     power_limit_w: float | None = None,
     routing: str | None = None,
     anchors: Anchors | Named | Sequence[Named] | None = None,
@@ -251,8 +252,9 @@ def explore(
 
     Args:
         spec: the model.
-        gpus: devices to use; replicas fill them.
-        device: what it runs on.
+        gpus: devices to use, which replicas fill; of several kinds one number for all, or one for
+            each.
+        device: what it runs on, one or several kinds to choose from.
         engine: how it becomes kernels.
         prompt_len: tokens of each prompt.
         gen_len: generated tokens of each sequence, the one that prefill makes included.
@@ -271,7 +273,8 @@ def explore(
         price_per_kwh: of energy from the grid, in the same currency.
         pue: energy from the grid over that of the GPUs.
         carbon_g_per_kwh: grams of CO2-equivalent of a kWh from the grid.
-        top: most configurations to predict exactly.
+        top: most configurations to predict exactly, of each kind of device.
+        contexts: at which a decode step of the exactly predicted part of the front is priced, too.
         power_limit_w: of each board, the calibration's by default.
         routing: how tokens choose experts, the spec's own way by default.
         anchors: of the boards and their host, as for `setting`.
@@ -286,45 +289,140 @@ def explore(
     """
     from energylens.explore import DEFAULT_OBJECTIVES, Constraints, Prices, SearchSpace
     from energylens.explore import explore as search
+    from energylens.explore.several import pairs, together
 
     if objectives is None:
         objectives = DEFAULT_OBJECTIVES
+    known = catalogue or Catalogue(bundle_files=tuple(Path(b) for b in bundles))
+    boards = [
+        d if isinstance(d, Device) else known.device(str(d))
+        for d in ((device,) if isinstance(device, str | Path | Device) else device)
+    ]
+    given = _anchors(anchors)
+    found = {}
+    for board, count in pairs(boards, (gpus,) if isinstance(gpus, int) else gpus):
+        s = setting(
+            spec,
+            device=board,
+            engine=engine,
+            anchors=given if len(boards) == 1 else _of_device(given, board),
+            catalogue=known,
+        )
+        found[f"{count} x {board.name}"] = search(
+            s.spec,
+            engine=s.engine,
+            device=s.device,
+            gpus=count,
+            prompt_len=prompt_len,
+            gen_len=gen_len,
+            space=SearchSpace(
+                batches=_numbers(batch) or (),
+                tp=_numbers(tp),
+                ep=_numbers(ep),
+                dp=_numbers(dp),
+                pp=_numbers(pp),
+            ),
+            constraints=Constraints(
+                max_ttft_s=max_ttft_s,
+                max_tpot_s=max_tpot_s,
+                max_power_w=max_power_w,
+                min_throughput_tokens_s=min_throughput_tokens_s,
+            ),
+            objectives=(objectives,) if isinstance(objectives, str) else objectives,
+            prices=Prices(
+                per_gpu_hour=price_per_gpu_hour,
+                per_kwh=price_per_kwh,
+                pue=pue,
+                carbon_g_per_kwh=carbon_g_per_kwh,
+            ),
+            exact=top,
+            contexts=tuple(contexts),
+            power_limit_w=power_limit_w,
+            routing=routing,
+            bundles=s.bundles,
+            anchors=s.anchors,
+            link=s.link(count),
+        )
+    return together(found)
+
+
+def _of_device(anchors: Anchors | None, device: Device) -> Anchors | None:
+    """The boards that are of the device; the host is any device's."""
+    if anchors is None:
+        return None
+    return replace(anchors, boards=tuple(b for b in anchors.boards if b.device == device.name))
+
+
+def advise(
+    spec: Named | Spec,
+    *,
+    device: Named | Device = "h200",
+    engine: Named | Engine = "vllm",
+    gpus: int | None = None,
+    tp: int | None = None,
+    ep: int = 1,
+    pp: int | None = None,
+    dp: int | None = None,
+    replicas: int | None = None,
+    batch: int = 1,
+    prompt_len: int = 1024,
+    gen_len: int = 128,
+    modes: Mapping[Phase, Mode] | None = None,
+    power_limit_w: float | None = None,
+    routing: str | None = None,
+    by: str = "energy_per_request_j",
+    anchors: Anchors | Named | Sequence[Named] | None = None,
+    bundles: Sequence[Named] = (),
+    catalogue: Catalogue | None = None,
+) -> Advice | Infeasible:
+    """Which single change of a deployment saves most.
+
+    Args:
+        spec: the model.
+        device: what it runs on.
+        engine: how it becomes kernels.
+        gpus: devices in all; alone, it sets ``tp``.
+        tp: tensor parallel degree.
+        ep: expert parallel degree; adds no GPUs.
+        pp: pipeline parallel degree.
+        dp: attention data parallel degree.
+        replicas: independent copies.
+        batch: sequences of each replica.
+        prompt_len: tokens of each prompt.
+        gen_len: generated tokens of each sequence, the one that prefill makes included.
+        modes: launch mode of a phase, the engine's own by default.
+        power_limit_w: of each board, the calibration's by default.
+        routing: how tokens choose experts, the spec's own way by default.
+        by: what ranks, of `energylens.explore.advise.COMPARED`.
+        anchors: of the boards and their host, as for `setting`.
+        bundles: calibration files, as for `setting`.
+        catalogue: where names are looked up, as for `setting`.
+
+    Returns:
+        The changes, those that save most first, or why the deployment itself cannot run.
+
+    Raises:
+        SpecError: an argument is wrong.
+    """
+    from energylens.explore.advise import advise as compare
+
     s = setting(
         spec, device=device, engine=engine, anchors=anchors, bundles=bundles, catalogue=catalogue
     )
-    return search(
+    return compare(
         s.spec,
         engine=s.engine,
         device=s.device,
-        gpus=gpus,
-        prompt_len=prompt_len,
-        gen_len=gen_len,
-        space=SearchSpace(
-            batches=_numbers(batch) or (),
-            tp=_numbers(tp),
-            ep=_numbers(ep),
-            dp=_numbers(dp),
-            pp=_numbers(pp),
+        config=Config(
+            parallelism=parallelism(gpus=gpus, tp=tp, ep=ep, pp=pp, dp=dp, replicas=replicas),
+            modes=modes or {},
+            power_limit_w=power_limit_w,
+            routing=routing,
         ),
-        constraints=Constraints(
-            max_ttft_s=max_ttft_s,
-            max_tpot_s=max_tpot_s,
-            max_power_w=max_power_w,
-            min_throughput_tokens_s=min_throughput_tokens_s,
-        ),
-        objectives=(objectives,) if isinstance(objectives, str) else objectives,
-        prices=Prices(
-            per_gpu_hour=price_per_gpu_hour,
-            per_kwh=price_per_kwh,
-            pue=pue,
-            carbon_g_per_kwh=carbon_g_per_kwh,
-        ),
-        exact=top,
-        power_limit_w=power_limit_w,
-        routing=routing,
-        bundles=s.bundles,
+        workload=Workload(batch=batch, prompt_len=prompt_len, gen_len=gen_len),
+        by=by,
         anchors=s.anchors,
-        link=s.link(gpus),
+        catalogue=s.catalogue,
     )
 
 
@@ -352,7 +450,9 @@ def validate(
     Raises:
         SpecError: a file cannot be read, or an argument is wrong.
     """
+    from energylens.profiler.trace import LAWS_OFF
     from energylens.truth import read_measurements
+    from energylens.validate import Predict
     from energylens.validate import validate as compare
 
     known = catalogue or Catalogue(bundle_files=tuple(Path(b) for b in bundles))
@@ -360,9 +460,14 @@ def validate(
     rows = [m for m in items if isinstance(m, Measurement)]
     rows += read_measurements([Path(f) for f in items if not isinstance(f, Measurement)])
     given, laws = _anchors(anchors), frozenset(without)
+
+    def predicting(laws: frozenset[str]) -> Predict:
+        return lambda m, own: predict_measurement(m, anchors=own, without=laws, catalogue=known)
+
     return compare(
         [_with_anchors(m, given) for m in rows],
-        lambda m, own: predict_measurement(m, anchors=own, without=laws, catalogue=known),
+        predicting(laws),
+        predict_kernels=predicting(laws | LAWS_OFF),
         by=by,
         ignore_anchors=ignore_anchors,
     )

@@ -501,19 +501,22 @@ def predict_measurement(
             catalogue.engine(m.engine),
             catalogue.device(m.device),
         )
-        phase, mode = Phase(m.phase), Mode(m.mode)
+        phase = Phase(m.phase)
         if m.precision != spec.precision.weights:
             return f"the spec {spec.name} is {spec.precision.weights}, the row {m.precision}"
         if phase is Phase.REQUEST and m.gen_len is None:
             return "a request needs gen_len, and the row has none"
         both = (Phase.PREFILL, Phase.DECODE) if phase is Phase.REQUEST else (phase,)
+        modes = dict.fromkeys(both, Mode(m.mode))
+        if m.prefill_mode is not None:
+            modes[Phase.PREFILL] = Mode(m.prefill_mode)
         return predict(
             spec,
             engine=engine,
             device=device,
             config=Config(
                 parallelism=m.parallelism,
-                modes=MappingProxyType(dict.fromkeys(both, mode)),
+                modes=MappingProxyType(modes),
                 power_limit_w=m.power_limit_w,
             ),
             workload=Workload(

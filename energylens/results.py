@@ -93,6 +93,21 @@ class BreakdownRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KernelRow:
+    """All launches of one kernel in a measured phase: ``count`` and ``latency_s`` are per step.
+
+    ``share`` is of the phase's kernel time; kernels of several streams or devices add up.
+    """
+
+    phase: str
+    kind: Kind
+    op: str
+    count: float
+    latency_s: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseResult:
     """Latency and energy of one phase; energy over all workers, ``mean_power_w`` per GPU."""
 
@@ -409,7 +424,15 @@ class ServingResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """One measured row (of a truth CSV or a profile): what ran, and what it took."""
+    """One measured row (of a truth CSV or a profile): what ran, and what it took.
+
+    Attributes:
+        prefill_mode: of a request whose prefill is launched in another mode than its decode steps.
+        latency_noise, energy_noise: half widths of the 95 % intervals of what was measured,
+            relative to it; None where unknown.
+        defect: why the measurement is not valid.
+        kernels: kernel time of one step, from a profiled pass of its own.
+    """
 
     record_id: str
     device: str
@@ -429,6 +452,11 @@ class Measurement:
     regime: str = "device"
     power_limit_w: float | None = None
     anchors: Anchors | None = None
+    prefill_mode: str | None = None
+    latency_noise: float | None = None
+    energy_noise: float | None = None
+    defect: str | None = None
+    kernels: tuple[KernelRow, ...] = ()
     labels: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
 
@@ -446,6 +474,16 @@ class Pool:
     gpus: int
     batch_tokens: int | None
     captured_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextPoint:
+    """A decode step at one context: its energy for each sequence, with its interval."""
+
+    context_len: int
+    energy_per_token_j: float
+    interval_j: tuple[float, float]
+    latency_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -468,6 +506,8 @@ class ScoredConfig:
         best_of, tied_on: objectives by which it is the best; by which its interval overlaps with
             the best one's.
         prediction: all that is known, where exact.
+        by_context: decode steps at the contexts that were asked for and fit, where exact and on the
+            front.
     """
 
     id: str
@@ -478,12 +518,13 @@ class ScoredConfig:
     intervals: Mapping[str, tuple[float, float]]
     exact: bool
     filtered_by: tuple[str, ...]
-    on_frontier: bool
-    rank: int | None
-    dominated_by: str | None
+    on_frontier: bool = False
+    rank: int | None = None
+    dominated_by: str | None = None
     best_of: tuple[str, ...] = ()
     tied_on: tuple[str, ...] = ()
     prediction: Prediction | None = None
+    by_context: tuple[ContextPoint, ...] = ()
 
     @property
     def unused_gpus(self) -> int:
@@ -577,4 +618,77 @@ class Frontier:
                 "tied_on": " ".join(c.tied_on),
             }
             for c in self.configs
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One change of a deployment.
+
+    Attributes:
+        kind, label: what is changed, and to what.
+        values: compared quantities, each with the ends of its interval; empty where it cannot run.
+        prediction: all that is known, or None where it cannot run.
+        reason: why it cannot.
+    """
+
+    kind: str
+    label: str
+    values: Mapping[str, tuple[float, float, float]] = field(
+        default_factory=lambda: MappingProxyType({})
+    )
+    prediction: Prediction | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """What single changes of a deployment are worth.
+
+    Attributes:
+        base: the deployment as it is; values: its compared quantities with their intervals.
+        by: the quantity that ranks.
+        changes: those that can run, the best first.
+        refused: those that cannot, or that would make no difference.
+    """
+
+    base: Prediction
+    values: Mapping[str, tuple[float, float, float]]
+    by: str
+    changes: tuple[Change, ...]
+    refused: tuple[Change, ...]
+
+    def saved(self, change: Change, name: str) -> tuple[float, float, float]:
+        """What a change saves of a quantity, below 0 where it costs, and the ends of its interval.
+
+        The interval takes the errors of both as independent of each other and at their worst.
+        """
+        now, low, high = self.values[name]
+        then, then_low, then_high = change.values[name]
+        return now - then, low - then_high, high - then_low
+
+    def certain(self, change: Change, name: str) -> bool:
+        """Whether the intervals before and after lie apart."""
+        _, low, high = self.saved(change, name)
+        return low > 0 or high < 0
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A flat mapping for each change, for `pandas.DataFrame`."""
+        return [
+            {
+                "kind": c.kind,
+                "change": c.label,
+                **{
+                    f"{name}{suffix}": value
+                    for name in self.values
+                    for suffix, value in (
+                        ("", c.values[name][0] if c.values else None),
+                        ("_saved", self.saved(c, name)[0] if c.values else None),
+                        ("_certain", self.certain(c, name) if c.values else None),
+                    )
+                },
+                "source": str(c.prediction.source) if c.prediction else None,
+                "reason": c.reason,
+            }
+            for c in (*self.changes, *self.refused)
         ]

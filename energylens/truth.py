@@ -1,17 +1,25 @@
-"""Truth files: measured rows in, `Measurement` values out (the truth CSV of DESIGN section 5)."""
+"""Truth files: measured rows in, `Measurement` values out.
+
+Two kinds, told apart by their names: the truth CSV, and the JSON document of a profile
+(``energylens/profile/v1``), each measured phase of which is a row like those of a truth CSV. Both
+are contracts of DESIGN section 5.
+"""
 
 from __future__ import annotations
 
 import csv
+import json
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
+from energylens.anchors import anchors_from_json
 from energylens.errors import OutOfRangeError, SpecError
-from energylens.results import Anchors, BoardAnchor, HostAnchor, Measurement
+from energylens.results import Anchors, BoardAnchor, HostAnchor, KernelRow, Kind, Measurement
 from energylens.spec.system import Mode, Parallelism, Phase
 
 REQUIRED = ("record_id", "device", "engine", "spec", "phase", "mode", "batch", "prompt_len")
@@ -31,26 +39,32 @@ _BOARD_COLUMNS = {
 }
 _BOARD_REQUIRED = ("anchor_idle_w", "anchor_stream_w", "anchor_gemm_w", "anchor_gemm_tflops")
 
+PROFILE_SCHEMA = "energylens/profile/v1"
+_OF_A_RUN = ("engine", "engine_version", "model", "precision", "n_gpus", "energy_reason")
+_OF_A_PHASE = ("latency_s", "energy_j", "mean_power_w", "sm_clock_mhz", "gpu_temp_c", "ticks")
+_OF_A_BOARD = {"board_uuid": "board_uuid", "mean_power_w": "board_power_w"}
+_DEVIATIONS_95 = 1.96
+
 
 def read_measurements(paths: Iterable[Path]) -> tuple[Measurement, ...]:
-    """Read one or more truth files; rows keep the order of the files.
+    """Read truth CSV files and profiles (``.json``); rows keep the order of the files.
 
     Raises:
         SpecError: a file cannot be read, a column is missing, a cell is not an allowed value, or a
-            ``record_id`` appears twice; the text names file, line and column.
+            ``record_id`` appears twice; the text names file, line (or phase) and column.
     """
     measurements: list[Measurement] = []
     seen: dict[str, str] = {}
     for path in paths:
         before = len(measurements)
-        for cells in _read_csv(path):
-            measurement = _measurement(cells)
+        rows = _of_profile(path) if path.suffix.lower() == ".json" else _of_csv(path)
+        for cells, measurement in rows:
             if earlier := seen.get(measurement.record_id):
                 raise cells.error("record_id", f"be unique; it is also at {earlier}")
             seen[measurement.record_id] = cells.where
             measurements.append(measurement)
         if len(measurements) == before:
-            raise SpecError(f"{path}: no measured rows below the header")
+            raise SpecError(f"{path}: no measured rows")
         _warn_of_partial_anchors(path, measurements[before:])
     return tuple(measurements)
 
@@ -75,13 +89,8 @@ def _has_board_cells(measurement: Measurement) -> bool:
 class _Cells:
     """One row as text, with the readers that turn a cell into a value or a located error."""
 
-    path: Path
-    line: int
+    where: str
     values: Mapping[str, str]
-
-    @property
-    def where(self) -> str:
-        return f"{self.path}:{self.line}"
 
     def error(self, column: str, rule: str) -> SpecError:
         return SpecError(
@@ -140,7 +149,7 @@ class _Cells:
         return value
 
 
-def _read_csv(path: Path) -> Iterator[_Cells]:
+def _of_csv(path: Path) -> Iterator[tuple[_Cells, Measurement]]:
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file, strict=True)
@@ -155,7 +164,8 @@ def _read_csv(path: Path) -> Iterator[_Cells]:
                         f"{len(header)}; is the file cut off?"
                     )
                 values = dict(zip(header, (cell.strip() for cell in row), strict=True))
-                yield _Cells(path=path, line=reader.line_num, values=values)
+                cells = _Cells(where=f"{path}:{reader.line_num}", values=values)
+                yield cells, _measurement(cells)
     except OSError as error:
         raise SpecError(
             f"{path}: cannot be read ({error.strerror}); expected a truth CSV"
@@ -176,6 +186,150 @@ def _check_header(path: Path, header: list[str]) -> None:
     twice = [name for name in header if header.count(name) > 1]
     if twice:
         raise SpecError(f"{path}:1: column {twice[0]!r} appears twice; remove one")
+
+
+def _of_profile(path: Path) -> Iterator[tuple[_Cells, Measurement]]:
+    """Each measured phase of a profile, read as if its numbers stood in a truth CSV."""
+    run = _document(path)
+    whole = {name: _cell(run.get(name), f"{path}: {name}") for name in _OF_A_RUN}
+    # What EnergyLens has no sheet of is told by the name it goes by: no row is lost for it.
+    whole["spec"] = _cell(run.get("spec") or run.get("model"), f"{path}: spec")
+    whole["device"] = _cell(run.get("device") or run.get("device_name"), f"{path}: device")
+    for part in ("parallelism", "workload"):
+        entries = _object(run.get(part), f"{path}: {part}")
+        whole |= {name: _cell(value, f"{path}: {part}.{name}") for name, value in entries.items()}
+    modes = _object(run.get("modes"), f"{path}: modes")
+    anchors = run.get("anchors")
+    boards = anchors_from_json(anchors, where=f"{path}: anchors") if anchors is not None else None
+    kernels = _kernels(run.get("breakdown"), f"{path}: breakdown")
+    for phase in Phase:
+        if run.get(phase) is None:
+            continue
+        where = f"{path}: {phase}"
+        found = _object(run[phase], where)
+        context = found.get("context_len") if phase is Phase.DECODE else None
+        mode = modes.get(Phase.PREFILL if phase is Phase.PREFILL else Phase.DECODE)
+        own = {
+            "record_id": f"{_cell(run.get('record_id'), f'{path}: record_id')}-{phase}",
+            "phase": phase.value,
+            "mode": _cell(mode, f"{path}: modes"),
+            "prefill_mode": _cell(modes.get(Phase.PREFILL), f"{path}: modes"),
+            "regime": _cell(found.get("regime"), f"{where}.regime"),
+            **{name: _cell(found.get(name), f"{where}.{name}") for name in _OF_A_PHASE},
+            **_board_cells(found.get("per_gpu") or [], f"{where}.per_gpu"),
+        }
+        if phase is not Phase.DECODE or context is not None:
+            own["context_len"] = _cell(context, f"{where}.context_len")
+        cells = _Cells(where=where, values=whole | own)
+        row = _measurement(cells)
+        yield (
+            cells,
+            replace(
+                row,
+                anchors=boards,
+                prefill_mode=_prefill_mode(cells, phase),
+                latency_noise=_latency_noise(found, row.latency_s, where),
+                energy_noise=_energy_noise(found, where),
+                defect=_defect(found),
+                kernels=tuple(k for k in kernels if k.phase == phase),
+            ),
+        )
+
+
+def _document(path: Path) -> Mapping[str, Any]:
+    try:
+        run = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SpecError(f"{path}: cannot be read ({error.strerror}); expected a profile") from None
+    except ValueError as error:
+        raise SpecError(f"{path}: not JSON ({error}); is the file cut off?") from None
+    schema = run.get("schema") if isinstance(run, dict) else None
+    if schema != PROFILE_SCHEMA:
+        raise SpecError(
+            f"{path}: schema is {schema!r}, and must be {PROFILE_SCHEMA!r}, as "
+            "`energylens profile -o FILE` writes it"
+        )
+    return _object(run, str(path))
+
+
+def _object(entry: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(entry, Mapping):
+        raise SpecError(f"{where}: must be an object, not {entry!r}")
+    return entry
+
+
+def _cell(value: Any, where: str) -> str:
+    """A value of a document as the text of a cell; repr loses no digit."""
+    if value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise SpecError(f"{where}: must be a text or a number, not {value!r}")
+    return value if isinstance(value, str) else repr(value)
+
+
+def _board_cells(per_gpu: Any, where: str) -> dict[str, str]:
+    if not isinstance(per_gpu, list):
+        raise SpecError(f"{where}: must be a list, not {per_gpu!r}")
+    boards = [_object(board, f"{where}[{i}]") for i, board in enumerate(per_gpu)]
+    return {
+        column: ";".join(_cell(board.get(name), f"{where}.{name}") for board in boards)
+        for name, column in _OF_A_BOARD.items()
+    }
+
+
+def _prefill_mode(cells: _Cells, phase: Phase) -> str | None:
+    if phase is not Phase.REQUEST or not cells.values["prefill_mode"]:
+        return None
+    return cells.choice("prefill_mode", list(Mode))
+
+
+def _latency_noise(found: Mapping[str, Any], mean_s: float | None, where: str) -> float | None:
+    """From the interval of the mean; a lone step has none."""
+    interval = _object(found.get("latency") or {}, f"{where}.latency").get("ci95")
+    if interval is None or mean_s is None or found.get("n") in (None, 0, 1):
+        return None
+    try:
+        low, high = (float(end) for end in interval)
+    except (TypeError, ValueError):
+        raise SpecError(f"{where}.latency.ci95: must be two numbers, not {interval!r}") from None
+    return (high - low) / 2 / mean_s
+
+
+def _energy_noise(found: Mapping[str, Any], where: str) -> float | None:
+    error = found.get("energy_rel_se")
+    if error is None:
+        return None
+    if isinstance(error, bool) or not isinstance(error, int | float) or not error >= 0:
+        raise SpecError(f"{where}.energy_rel_se: must be a number from 0 on, not {error!r}")
+    return _DEVIATIONS_95 * error
+
+
+def _defect(found: Mapping[str, Any]) -> str | None:
+    if found.get("valid", True):
+        return None
+    return f"not valid as measured: {', '.join(map(str, found.get('flags') or ())) or 'no reason'}"
+
+
+def _kernels(rows: Any, where: str) -> tuple[KernelRow, ...]:
+    if rows is not None and not isinstance(rows, list):
+        raise SpecError(f"{where}: must be a list or null, not {rows!r}")
+    try:
+        return tuple(
+            KernelRow(
+                phase=str(row["phase"]),
+                kind=Kind(row["kind"]),
+                op=str(row["op"]),
+                count=float(row["count"]),
+                latency_s=float(row["latency_s"]),
+                share=float(row["share"]),
+            )
+            for row in rows or ()
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise SpecError(
+            f"{where}: a row needs phase, kind ({', '.join(Kind)}), op, count, latency_s and "
+            f"share ({error})"
+        ) from None
 
 
 def _measurement(cells: _Cells) -> Measurement:

@@ -1,4 +1,4 @@
-"""Predictions against measurements: error per row, and what a group of rows says together. Pure."""
+"""Predictions against measurements: error per row, what rows say together, what dominates. Pure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ import numpy as np
 from energylens.errors import SpecError
 from energylens.results import (
     Anchors,
+    BreakdownRow,
     BundleRef,
     Infeasible,
+    KernelRow,
+    Kind,
     Measurement,
     PhaseResult,
     Prediction,
@@ -64,8 +67,25 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KindComparison:
+    """Kernel seconds of one op kind in one step; None where one side has no such op."""
+
+    kind: Kind
+    measured: float | None
+    predicted: float | None
+
+    @property
+    def error_pct(self) -> float | None:
+        """Signed error of ``predicted`` in percent of the measurement."""
+        return _error_pct(self.predicted, self.measured)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationRow:
-    """One measured row beside its prediction; ``reason`` says why there is none."""
+    """One measured row beside its prediction; ``reason`` says why there is none.
+
+    ``kinds`` is by op kind, the longest first, where kernels were measured.
+    """
 
     measurement: Measurement
     latency_s: Comparison
@@ -74,6 +94,7 @@ class ValidationRow:
     bundles: tuple[BundleRef, ...] = ()
     predicted_regime: str | None = None
     reason: str | None = None
+    kinds: tuple[KindComparison, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +154,7 @@ def validate(
     measurements: Sequence[Measurement],
     predict: Predict,
     *,
+    predict_kernels: Predict | None = None,
     by: Sequence[str] = (),
     ignore_anchors: bool = False,
 ) -> Validation:
@@ -141,6 +163,7 @@ def validate(
     Args:
         measurements: rows; one that cannot be predicted is kept, with the reason.
         predict: called with the row's anchors, and without any for the typical board.
+        predict_kernels: the same for the sums of kernels, of rows that have them measured.
         by: fields that make groups: of a `Measurement`, a degree, or a column of the truth file.
         ignore_anchors: predict all rows for a typical board.
 
@@ -148,12 +171,21 @@ def validate(
         SpecError: ``by`` names a field that the rows do not have.
     """
     _check_fields(measurements, by)
-    rows = tuple(_row(m, predict, ignore_anchors=ignore_anchors) for m in measurements)
+    rows = tuple(
+        _row(m, predict, predict_kernels, ignore_anchors=ignore_anchors) for m in measurements
+    )
+    groups = (summarise(own, group) for group, own in grouped(rows, by)) if by else ()
+    return Validation(rows=rows, summary=(summarise(rows), *groups))
+
+
+def grouped(
+    rows: Iterable[ValidationRow], by: Sequence[str]
+) -> list[tuple[Mapping[str, str | int], list[ValidationRow]]]:
+    """Rows with the same value of every field of ``by``, beside these values."""
     groups: dict[tuple[str | int, ...], list[ValidationRow]] = {}
-    for row in rows if by else ():
+    for row in rows:
         groups.setdefault(tuple(_field(row.measurement, name) for name in by), []).append(row)
-    grouped = (summarise(g, dict(zip(by, key, strict=True))) for key, g in groups.items())
-    return Validation(rows=rows, summary=(summarise(rows), *grouped))
+    return [(dict(zip(by, key, strict=True)), own) for key, own in groups.items()]
 
 
 def kendall_tau(x: Sequence[float], y: Sequence[float]) -> float | None:
@@ -192,9 +224,37 @@ def _field(m: Measurement, name: str) -> str | int:
     return str(getattr(m, name) if name in _FIELDS else m.labels.get(name, ""))
 
 
-def _row(m: Measurement, predict: Predict, *, ignore_anchors: bool) -> ValidationRow:
-    typical = predict(m, None)
-    own = typical if ignore_anchors or m.anchors is None else predict(m, m.anchors)
+def compare_kinds(
+    predicted: Iterable[BreakdownRow], measured: Iterable[KernelRow]
+) -> tuple[KindComparison, ...]:
+    """Predicted against measured kernel time of one phase by op kind, the longest kind first.
+
+    Args:
+        predicted: breakdown of the phase, without the laws that do not act on short profiled passes
+            (`energylens.profiler.trace.LAWS_OFF`); waiting and idling are no kernels.
+        measured: kernels of the same phase.
+    """
+    ours, theirs = _by_kind(predicted), _by_kind(measured)
+    kinds = sorted(ours | theirs, key=lambda k: -max(ours.get(k, 0.0), theirs.get(k, 0.0)))
+    return tuple(
+        KindComparison(kind=k, measured=theirs.get(k), predicted=ours.get(k)) for k in kinds
+    )
+
+
+def _by_kind(rows: Iterable[BreakdownRow | KernelRow]) -> dict[Kind, float]:
+    seconds: dict[Kind, float] = {}
+    for row in rows:
+        if row.latency_s > 0 and row.kind not in (Kind.WAIT, Kind.IDLE):
+            seconds[row.kind] = seconds.get(row.kind, 0.0) + row.latency_s
+    return seconds
+
+
+def _row(
+    m: Measurement, predict: Predict, predict_kernels: Predict | None, *, ignore_anchors: bool
+) -> ValidationRow:
+    anchors = None if ignore_anchors else m.anchors
+    typical = m.defect or predict(m, None)
+    own = typical if m.defect or anchors is None else predict(m, anchors)
     result, reason = _phase(own, m.phase)
     typical_result, _ = _phase(typical, m.phase)
 
@@ -216,7 +276,19 @@ def _row(m: Measurement, predict: Predict, *, ignore_anchors: bool) -> Validatio
         bundles=own.bundles if isinstance(own, Prediction) else (),
         predicted_regime=result.regime if result else None,
         reason=reason,
+        kinds=_kinds(m, predict_kernels, anchors) if result else (),
     )
+
+
+def _kinds(
+    m: Measurement, predict_kernels: Predict | None, anchors: Anchors | None
+) -> tuple[KindComparison, ...]:
+    if not m.kernels or predict_kernels is None:
+        return ()
+    outcome = predict_kernels(m, anchors)
+    if not isinstance(outcome, Prediction):
+        return ()
+    return compare_kinds([r for r in outcome.breakdown if r.phase == m.phase], m.kernels)
 
 
 def _phase(
@@ -256,6 +328,61 @@ def summarise(
         kendall_tau_energy=kendall_tau([p for p, _ in pairs], [m for _, m in pairs]),
         latency_coverage_pct=_coverage_pct(latency),
         energy_coverage_pct=_coverage_pct(energy),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorShare:
+    """A group's part of all absolute error, beside its part of the rows; both in percent."""
+
+    group: Mapping[str, str | int]
+    n: int
+    error_pct: float
+    rows_pct: float
+
+
+def error_shares(
+    rows: Sequence[ValidationRow], quantity: str, by: Sequence[str]
+) -> tuple[ErrorShare, ...]:
+    """Which groups hold the absolute error (in percent of each measurement), the largest first.
+
+    Args:
+        rows: those without an error count nothing.
+        quantity: ``latency_s`` or ``energy_j``.
+        by: as for `validate`.
+    """
+
+    def errors(own: Iterable[ValidationRow]) -> list[float]:
+        return [abs(e) for e in _present(getattr(r, quantity).error_pct for r in own)]
+
+    total, n = math.fsum(errors(rows)), len(errors(rows))
+    shares = [
+        ErrorShare(
+            group=group,
+            n=len(errors(own)),
+            error_pct=100 * math.fsum(errors(own)) / total if total else 0.0,
+            rows_pct=100 * len(errors(own)) / n,
+        )
+        for group, own in grouped(rows, by)
+        if errors(own)
+    ]
+    return tuple(sorted(shares, key=lambda s: -s.error_pct))
+
+
+def bias_share_pct(comparisons: Iterable[Comparison]) -> float | None:
+    """Part of the mean squared error that one common factor would take away; the rest scatters."""
+    errors = _present(c.error_pct for c in comparisons)
+    squared = math.fsum(e * e for e in errors)
+    return 100 * math.fsum(errors) ** 2 / len(errors) / squared if squared else None
+
+
+def power_mape_pct(rows: Iterable[ValidationRow]) -> float | None:
+    """Mean absolute error of power, which is what energy has beside the error of time."""
+    pairs = [(r.energy_j, r.latency_s) for r in rows]
+    return _mean(
+        abs(100 * (e.predicted / e.measured * t.measured / t.predicted - 1))
+        for e, t in pairs
+        if e.predicted and e.measured and t.predicted and t.measured
     )
 
 

@@ -37,7 +37,7 @@ from energylens.bench.plan import Plan, load_plan, plan_for, split
 from energylens.bench.team import collectives_worker
 from energylens.errors import CalibrationError, MeterError, SpecError, UnsupportedError
 from energylens.lower import valid_tp
-from energylens.meter.base import AbstractMeter, DeviceInfo
+from energylens.meter.base import AbstractMeter, DeviceInfo, require_energy
 from energylens.spec.load import data_dir, load_device, load_engine, load_spec
 from energylens.spec.model import Spec
 from energylens.spec.system import Device
@@ -491,7 +491,7 @@ def _measure_boards(
     for ordinal in range(request.gpus):
         provider = machine.provider(request.provider, ordinal)
         info = match_cuda(meter.devices(), [provider.uuid()])[0]
-        _check_sensors(meter, info)
+        require_energy(meter, info)
         folder = request.folder(device, board_hash(info.uuid))
         report = BoardReport(board=board_hash(info.uuid), folder=str(folder))
         reports.append(report)
@@ -513,24 +513,6 @@ def _measure_boards(
                 )
                 raise
     return reports
-
-
-def _check_sensors(meter: AbstractMeter, info: DeviceInfo) -> None:
-    """Refuse a board without energy.
-
-    Raises:
-        MeterError: no sensor of the board gives power or energy.
-    """
-    if info.mig:
-        raise MeterError(f"{info.name}: MIG is on, and no sensor belongs to one slice; turn it off")
-    rows = [
-        c
-        for c in meter.capabilities()
-        if c.uuid == info.uuid and c.sensor in ("energy", "instant_power", "average_power")
-    ]
-    if not any(c.state == "supported" for c in rows):
-        why = "; ".join(f"{c.sensor}: {c.reason or c.state}" for c in rows)
-        raise MeterError(f"{info.name}: energy cannot be measured ({why or 'no sensor'})")
 
 
 def _plan(request: _Request, device: Device) -> Plan:

@@ -115,21 +115,31 @@ class VllmEngine:
 
     def __init__(
         self,
-        spec: Spec,
+        spec: Spec | None,
         *,
+        model: str = "",
+        random_weights: bool = True,
+        longest: int = LONGEST,
         layers: int | None = None,
         shrink: int = 1,
         workers: int = 1,
+        stages: int = 1,
+        expert_parallel: bool = False,
         memory_share: float = 0.85,
         batch_tokens: int | None = None,
     ) -> None:
-        """Start the engine with random weights.
+        """Start the engine.
 
         Args:
-            spec: the model.
+            spec: the model, with random weights; None takes ``model``.
+            model: hub id, or folder of a checkpoint or a config.
+            random_weights: read no weights of ``model``.
+            longest: most tokens of a sequence.
             layers: number of layers, the model's own by default.
             shrink: divides widths and heads.
             workers: tensor-parallel degree.
+            stages: pipeline-parallel degree.
+            expert_parallel: whole experts on each worker instead of slices of all.
             memory_share: part of the device memory for weights and cache.
             batch_tokens: most tokens of a step, vLLM's own default for offline use if None.
 
@@ -139,34 +149,28 @@ class VllmEngine:
         prepare_environment()
         from vllm import LLM
 
-        own = max(b.repeat for b in spec.blocks)
-        config = transformers_config(spec, 1, layers or own)
-        config.architectures = [_ARCHITECTURES[config.model_type]]
-        config.dtype = "bfloat16"
-        config.vocab_size = spec.ranks["v"] if shrink == 1 else SMALL_VOCABULARY
-        config.hidden_size //= shrink
-        config.intermediate_size //= shrink
-        if spec.moe is not None:
-            config.moe_intermediate_size //= shrink
-        config.num_attention_heads = max(workers, config.num_attention_heads // shrink)
-        config.num_key_value_heads = max(workers, config.num_key_value_heads // shrink)
-        config.max_position_embeddings = 2 * LONGEST
-        self._random = np.random.default_rng(0)
-        self._vocabulary = config.vocab_size
         self._folder = tempfile.TemporaryDirectory()
-        config.save_pretrained(self._folder.name)
-        limits = {} if batch_tokens is None else {"max_num_batched_tokens": batch_tokens}
+        if spec is not None:
+            _config(spec, layers, shrink, workers).save_pretrained(self._folder.name)
+        self._random = np.random.default_rng(0)
+        self._longest = longest
+        limits: dict[str, Any] = {}
+        if batch_tokens is not None:
+            limits["max_num_batched_tokens"] = batch_tokens
         self._llm = LLM(
-            model=self._folder.name,
-            load_format="dummy",
+            model=self._folder.name if spec is not None else model,
+            load_format="dummy" if random_weights else "auto",
             skip_tokenizer_init=True,
             enable_prefix_caching=False,
-            max_model_len=LONGEST,
+            max_model_len=longest,
             gpu_memory_utilization=memory_share,
             tensor_parallel_size=workers,
+            pipeline_parallel_size=stages,
+            enable_expert_parallel=expert_parallel,
             **limits,
         )
         self.engine = self._llm.llm_engine
+        self._vocabulary = self.engine.vllm_config.model_config.get_vocab_size()
         self._requests = 0
 
     def __enter__(self) -> VllmEngine:
@@ -230,29 +234,40 @@ class VllmEngine:
             self.engine.step()
 
     @contextmanager
-    def stepper(self, phase: str, batch: int, prompt_len: int) -> Iterator[Callable[[], None]]:
-        """What runs one step: a whole prefill alone, or one of many decode steps in a row."""
-        import torch
+    def stepper(
+        self, phase: str, batch: int, prompt_len: int, gen_len: int = 1
+    ) -> Iterator[Callable[[], object]]:
+        """What runs one step: a whole prefill or request alone, or one of many decode steps."""
+        if phase != "decode":
+            prompts = self._prompts([prompt_len] * batch)
 
-        prompts = self._prompts([prompt_len] * batch)
-        if phase == "prefill":
-
-            def prefill() -> None:
-                self._add(prompts, 1)
+            def whole() -> None:
+                self._add(prompts, gen_len)
                 self._drain()
 
-            prefill()
-            yield prefill
+            whole()
+            yield whole
             return
+        with self.tokens(batch, prompt_len) as decode:
+            yield decode
+
+    @contextmanager
+    def tokens(self, batch: int, prompt_len: int) -> Iterator[Callable[[], int]]:
+        """What runs one engine step of a batch that only decodes, and tells the tokens it made.
+
+        With pipeline stages these are those of one group of sequences, else of all.
+        """
+        import torch
+
         started: set[str] = set()
-        names = self._add(prompts, LONGEST - prompt_len)
+        names = self._add(self._prompts([prompt_len] * batch), self._longest - prompt_len)
         while len(started) < batch:
             started |= {o.request_id for o in self.engine.step()}
 
-        def decode() -> None:
-            self.engine.step()
+        def step() -> int:
+            return sum(len(o.outputs[0].token_ids) for o in self.engine.step())
 
-        yield decode
+        yield step
         self.engine.abort_request(names)
         self._drain()
         torch.cuda.synchronize()
@@ -305,8 +320,25 @@ class VllmEngine:
         return served, start, time.monotonic()
 
 
+def _config(spec: Spec, layers: int | None, shrink: int, workers: int) -> Any:
+    """The transformers config of the model, or of a smaller one."""
+    own = max(b.repeat for b in spec.blocks)
+    config = transformers_config(spec, 1, layers or own)
+    config.architectures = [_ARCHITECTURES[config.model_type]]
+    config.dtype = "bfloat16"
+    config.vocab_size = spec.ranks["v"] if shrink == 1 else SMALL_VOCABULARY
+    config.hidden_size //= shrink
+    config.intermediate_size //= shrink
+    if spec.moe is not None:
+        config.moe_intermediate_size //= shrink
+    config.num_attention_heads = max(workers, config.num_attention_heads // shrink)
+    config.num_key_value_heads = max(workers, config.num_key_value_heads // shrink)
+    config.max_position_embeddings = 2 * LONGEST
+    return config
+
+
 def _repeat(
-    once: Callable[[], None],
+    once: Callable[[], object],
     settle_s: float,
     window_s: float,
     context: Callable[[float], float],

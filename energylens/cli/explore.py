@@ -11,7 +11,6 @@ import typer
 from energylens.cli.options import (
     AnchorFiles,
     Bundles,
-    Device,
     Engine,
     Json,
     check_positive,
@@ -30,7 +29,12 @@ def explore(
         str,
         typer.Argument(metavar="SPEC", help="Model by name (`energylens list specs`) or file."),
     ],
-    gpus: Annotated[int, typer.Option(help="GPUs to use; replicas fill them.")],
+    gpus: Annotated[
+        str,
+        typer.Option(
+            help="GPUs to use, which replicas fill; of several devices one number, or one for each."
+        ),
+    ],
     prompt_len: Annotated[int, typer.Option(help="Prompt tokens of each sequence.")] = 1024,
     gen_len: Annotated[
         int, typer.Option(help="Generated tokens, the one that prefill makes included.")
@@ -50,7 +54,13 @@ def explore(
     pp: Annotated[
         str | None, typer.Option(help="Pipeline parallel degrees [all that the GPUs allow].")
     ] = None,
-    device: Device = "h200",
+    device: Annotated[
+        str,
+        typer.Option(
+            help="Device by name (`energylens list devices`) or YAML file; several, joined by "
+            "commas, to choose from."
+        ),
+    ] = "h200",
     engine: Engine = "vllm",
     power_limit: Annotated[float | None, typer.Option(help="Power limit of each GPU in W.")] = None,
     routing: Annotated[
@@ -92,10 +102,14 @@ def explore(
     plot: Annotated[
         Path | None, typer.Option(help="Image (.png, .svg, .pdf) of the front.")
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Self-contained page (.html) with the front, interactive.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """The Pareto front of all parallel layouts and batches: joules against milliseconds."""
     from energylens import api
+    from energylens.explore.several import pairs
     from energylens.files import write_atomically
     from energylens.predict import Catalogue
     from energylens.report import (
@@ -103,6 +117,7 @@ def explore(
         frontier_csv,
         frontier_document,
         frontier_infeasible_document,
+        frontier_page,
         frontier_plot,
         frontier_table,
     )
@@ -110,16 +125,17 @@ def explore(
 
     check_output("--csv", csv)
     check_output("--plot", plot, (".png", ".svg", ".pdf"))
+    check_output("--html", html, (".html", ".htm"))
     if plot is not None:
         if gen_len < 2:
             raise SpecError("--plot is about time per token; give --gen-len of 2 or more")
         figure()
-    catalogue = Catalogue(bundle_files=tuple(bundle or ()))
+    catalogue, devices = Catalogue(bundle_files=tuple(bundle or ())), split_list(device)
     profile = find_engine(catalogue, engine, f"energylens explore {spec} --gpus {gpus}")
     result = api.explore(
         spec,
-        gpus=gpus,
-        device=device,
+        gpus=parse_integers("--gpus", gpus),
+        device=devices,
         engine=profile,
         prompt_len=prompt_len,
         gen_len=gen_len,
@@ -138,6 +154,7 @@ def explore(
         pue=pue,
         carbon_g_per_kwh=carbon_g_per_kwh,
         top=top,
+        contexts=_contexts(prompt_len + gen_len) if html else (),
         power_limit_w=check_positive("--power-limit", power_limit),
         routing=routing,
         anchors=load_anchors(anchor),
@@ -145,20 +162,36 @@ def explore(
     )
     if isinstance(result, Infeasible):
         if as_json:
-            names = catalogue.spec(spec).name, catalogue.device(device).name, profile.name
+            counts = parse_integers("--gpus", gpus)
+            boards = [catalogue.device(name) for name in devices]
             show(
                 frontier_infeasible_document(
-                    result, spec=names[0], device=names[1], engine=names[2], gpus=gpus
+                    result,
+                    spec=catalogue.spec(spec).name,
+                    engine=profile.name,
+                    pools=[(board.name, count) for board, count in pairs(boards, counts)],
                 )
             )
         raise typer.Exit(fail("infeasible", result.reason, EXIT_INFEASIBLE))
-    given = [("--device", device), ("--engine", engine)]
+    given = [("--engine", engine)]
     given += [(n, str(v)) for n, v in (("--routing", routing), ("--power-limit", power_limit)) if v]
     given += [("--anchor", str(path)) for path in anchor or ()]
     given += [("--bundle", str(path)) for path in bundle or ()]
-    command = shlex.join(["energylens", "predict", spec, *(w for pair in given for w in pair)])
+
+    def command(name: str) -> str:
+        asked = next(d for d in devices if catalogue.device(d).name == name)
+        words = [w for pair in (("--device", asked), *given) for w in pair]
+        return shlex.join(["energylens", "predict", spec, *words])
+
     if csv is not None:
         write_atomically(csv, frontier_csv(result))
     if plot is not None:
         frontier_plot(result, plot)
+    if html is not None:
+        write_atomically(html, frontier_page(result, command))
     show(frontier_document(result, command) if as_json else frontier_table(result, command))
+
+
+def _contexts(longest: int) -> list[int]:
+    """Contexts around that of a request, from an eighth of it to eight times it."""
+    return sorted({max(2, round(longest * 2.0**power)) for power in range(-3, 4)})

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from energylens.errors import SpecError
+from energylens.spec.system import Mode, Phase
 
 if TYPE_CHECKING:
     from energylens.predict import Catalogue
@@ -117,6 +118,21 @@ def parse_laws(text: str | None) -> frozenset[str]:
 
     allowed = {law: law for law in LAWS}
     return frozenset(parse_choice("--without", part, allowed) for part in split_list(text))
+
+
+def parse_modes(texts: Sequence[str]) -> dict[Phase, Mode]:
+    """``[PHASE=]MODE`` of each text; a mode alone is for both phases, a CUDA graph for decode."""
+    phases = {phase.value: phase for phase in (Phase.PREFILL, Phase.DECODE)}
+    modes: dict[Phase, Mode] = {}
+    for text in texts:
+        name, _, value = text.rpartition("=")
+        mode = parse_choice("--mode", value, {m.value: m for m in Mode})
+        if name:
+            modes[parse_choice("--mode", name, phases)] = mode
+        else:
+            both = (Phase.DECODE,) if mode is Mode.CUDA_GRAPH else (Phase.PREFILL, Phase.DECODE)
+            modes.update(dict.fromkeys(both, mode))
+    return modes
 
 
 def load_anchors(paths: Sequence[Path] | None) -> Anchors | None:

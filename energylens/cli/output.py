@@ -15,7 +15,7 @@ from energylens.errors import SpecError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-EXIT_FAILURE, EXIT_INPUT, EXIT_INFEASIBLE, EXIT_INTERRUPTED = 1, 2, 3, 130
+EXIT_FAILURE, EXIT_INPUT, EXIT_INFEASIBLE, EXIT_INVALID, EXIT_INTERRUPTED = 1, 2, 3, 4, 130
 
 
 def fail(what: str, message: str, code: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,11 +21,12 @@ from energylens.cli.options import (
     load_anchors,
     parse_choice,
     parse_laws,
+    parse_modes,
     split_list,
 )
 from energylens.cli.output import EXIT_INFEASIBLE, fail, show
 from energylens.errors import SpecError
-from energylens.spec.system import Config, Mode, Phase, Workload
+from energylens.spec.system import Config, Phase, Workload
 
 if TYPE_CHECKING:
     from energylens.api import Setting
@@ -179,7 +180,7 @@ def predict(
         gen_len=gen_len,
         context_len=check_positive("--context-len", context_len),
         phases=_phases(phase),
-        modes=_modes(mode or []),
+        modes=parse_modes(mode or []),
         power_limit_w=watts,
         routing=routing,
         redundant_experts=redundant_experts,
@@ -292,18 +293,3 @@ def _phases(text: str) -> tuple[Phase, ...]:
     if not chosen:
         raise SpecError(f"--phase: {text!r} names no phase; allowed: {', '.join(allowed)}")
     return tuple(phase for phase in Phase if phase in chosen)
-
-
-def _modes(texts: Sequence[str]) -> dict[Phase, Mode]:
-    """``[PHASE=]MODE`` of each text; a mode alone is for both phases, a CUDA graph for decode."""
-    phases = {phase.value: phase for phase in (Phase.PREFILL, Phase.DECODE)}
-    modes: dict[Phase, Mode] = {}
-    for text in texts:
-        name, _, value = text.rpartition("=")
-        mode = parse_choice("--mode", value, {m.value: m for m in Mode})
-        if name:
-            modes[parse_choice("--mode", name, phases)] = mode
-        else:
-            both = (Phase.DECODE,) if mode is Mode.CUDA_GRAPH else (Phase.PREFILL, Phase.DECODE)
-            modes.update(dict.fromkeys(both, mode))
-    return modes

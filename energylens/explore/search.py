@@ -30,17 +30,19 @@ from energylens.machine import Machine, StepSums, machine
 from energylens.predict import predict
 from energylens.results import (
     Anchors,
+    ContextPoint,
     Frontier,
     Infeasible,
     Memory,
     Pool,
     Prediction,
+    ScoredConfig,
     SearchCounts,
     Source,
 )
 from energylens.schedule import LEVEL
 from energylens.spec.model import Spec
-from energylens.spec.system import Config, Device, Engine, Link, Parallelism, Workload
+from energylens.spec.system import Config, Device, Engine, Link, Parallelism, Phase, Workload
 from energylens.units import BYTES_PER_GB
 
 Array = NDArray[np.float64]
@@ -125,6 +127,7 @@ def explore(
     objectives: Sequence[str] = DEFAULT_OBJECTIVES,
     prices: Prices = Prices(),
     exact: int = 20,
+    contexts: Sequence[int] = (),
     power_limit_w: float | None = None,
     routing: str | None = None,
     bundles: Sequence[Bundle] = (),
@@ -146,6 +149,7 @@ def explore(
         prices: what objectives of cost and carbon stand on.
         exact: most configurations to predict exactly. Where more are candidates for the front,
             these are the best by each objective and others spread evenly along it.
+        contexts: at which a decode step of the exactly predicted part of the front is priced, too.
         power_limit_w: of each board, the calibration's by default.
         routing: how tokens choose experts, the spec's own way by default.
         bundles: calibrations, as for `energylens.predict.predict`.
@@ -176,6 +180,7 @@ def explore(
         space=space,
         config=Config(power_limit_w=power_limit_w, routing=routing),
         prices=prices,
+        contexts=tuple(contexts),
         bundles=tuple(bundles),
         anchors=anchors,
         link=link,
@@ -235,6 +240,7 @@ class _Search:
     space: SearchSpace
     config: Config
     prices: Prices
+    contexts: tuple[int, ...]
     bundles: tuple[Bundle, ...]
     anchors: Anchors | None
     link: Link | None
@@ -439,7 +445,7 @@ class _Search:
             objectives=chosen.objectives,
             constraints=MappingProxyType(dict(chosen.constraints)),
             prices=MappingProxyType(self.prices.given()),
-            configs=scored_configs(chosen, pool),
+            configs=tuple(self._at_contexts(c) for c in scored_configs(chosen, pool)),
             counts=SearchCounts(
                 tried=int(chosen.table.runs.sum()) + infeasible,
                 infeasible=infeasible,
@@ -454,6 +460,38 @@ class _Search:
             anchors=self.anchors,
             notes=tuple(notes),
         )
+
+    def _at_contexts(self, c: ScoredConfig) -> ScoredConfig:
+        """The configuration with a decode step at each of the contexts that fits the memory."""
+        points = []
+        for context in self.contexts if c.exact and c.on_frontier else ():
+            result = predict(
+                self.spec,
+                engine=self.engine,
+                device=self.device,
+                config=replace(
+                    self.config,
+                    parallelism=c.parallelism,
+                    microbatches=min(c.parallelism.pp, c.batch),
+                ),
+                workload=Workload(batch=c.batch, prompt_len=context - 1, gen_len=2),
+                bundles=self.bundles,
+                anchors=self.anchors,
+                phases=(Phase.DECODE,),
+                link=self.link,
+            )
+            if isinstance(result, Prediction):
+                step, sequences = result.phases[Phase.DECODE], c.batch * c.parallelism.replicas
+                low, high = step.interval.energy_j
+                points.append(
+                    ContextPoint(
+                        context_len=context,
+                        energy_per_token_j=step.energy_j / sequences,
+                        interval_j=(low / sequences, high / sequences),
+                        latency_s=step.latency_s,
+                    )
+                )
+        return replace(c, by_context=tuple(points))
 
 
 def _overflow(held: Memory) -> float:

@@ -25,6 +25,8 @@ Array = NDArray[np.float64]
 WHOLE = " whole "  # in the label of a host point of a whole model, whose device time counts
 # Natural logs: of a composed step, of the host's time, of a run against its host's anchor.
 WHOLE_STEP_SD, HOST_SD, RUN_SD = 0.012, 0.15, 0.2
+EXPERT_LAYER_S = 1e-4  # a guess, where no point has experts
+VISIBLY = 1.25  # a whole model's step of this many times its kernels is as uncertain as the host
 
 
 def fit_host(data: Data, models: Mapping[str, KernelModel], laws: Laws) -> HostLaw | None:
@@ -49,11 +51,12 @@ def fit_host(data: Data, models: Mapping[str, KernelModel], laws: Laws) -> HostL
         launch_s[workers], own = _launches(samples, slowness)
         deviations += own
     for workers, samples in serving.items():
-        alone = [s for s in samples if _is_lone(s)]
-        following = [s for s in samples if not _is_lone(s)]
-        if alone:
+        if alone := [s for s in samples if _is_lone(s)]:
             lone_steps[workers], own = _serving_steps(alone, data, models, laws, slowness)
             deviations += own
+    lone_steps = pool_expert_layers(lone_steps)
+    for workers, samples in serving.items():
+        following = [s for s in samples if not _is_lone(s)]
         # Decode steps are captured and have one token a sequence: what a token and a launched layer
         # take is known from the others.
         if following and workers in lone_steps:
@@ -136,7 +139,13 @@ def _serving_steps(
     runs, run_of = np.unique([s.run_id for s in samples], return_inverse=True)
     measured = np.array([s.trial.latency_s for s in samples if s.trial])
     whole = np.array([WHOLE in s.label for s in samples])
-    spread = np.where(whole, WHOLE_STEP_SD, HOST_SD)
+    waited = np.array(
+        [
+            m > VISIBLY * compose(s, data, models, laws)[0]
+            for s, m in zip(samples, measured, strict=True)
+        ]
+    )
+    spread = np.where(whole & ~waited, WHOLE_STEP_SD, HOST_SD)
 
     def law(theta: Array) -> StepHost:
         share, step_s, sequence_s, *more = (float(v) for v in theta[: len(start)])
@@ -167,27 +176,59 @@ def _serving_steps(
         ]
         return np.asarray(np.log(np.array(found) / measured))
 
-    # Serial share; microseconds a step, a sequence, a token, a layer, a layer of experts.
-    start = np.array([0.2, 1500.0, 10.0, 0.1, 20.0, 100.0])[: None if known is None else 3]
+    # Serial share; microseconds a step, a sequence, a token, a layer, a layer of experts. A point
+    # says nothing about the smaller of its device and host times, so one start can be a dead end.
+    starts = np.array(
+        [
+            [0.2, 1500.0, 10.0, 0.1, 20.0, 1e6 * EXPERT_LAYER_S],
+            [0.5, 3000.0, 100.0, 0.1, 200.0, 3e6 * EXPERT_LAYER_S],
+        ]
+    )[:, : None if known is None else 3]
+    start = starts[0]
     highest = np.array([1.0, 1e5, 1e4, 1e2, 1e4, 1e4])[: len(start)]
     ones = np.ones(len(runs))
-    fitted = least_squares(
-        lambda theta: np.concatenate((deviations(theta) / spread, theta[len(start) :] / RUN_SD)),
-        np.concatenate((start, 0 * ones)),
-        bounds=(np.concatenate((0 * start, -ones)), np.concatenate((highest, ones))),
-        x_scale=np.concatenate((start, 0.1 * ones)),
-        diff_step=1e-3,
-        loss="soft_l1",
+    fitted = min(
+        (
+            least_squares(
+                lambda theta: np.concatenate(
+                    (deviations(theta) / spread, theta[len(start) :] / RUN_SD)
+                ),
+                np.concatenate((begin, 0 * ones)),
+                bounds=(np.concatenate((0 * start, -ones)), np.concatenate((highest, ones))),
+                x_scale=np.concatenate((start, 0.1 * ones)),
+                diff_step=1e-3,
+                loss="soft_l1",
+            )
+            for begin in starts
+        ),
+        key=lambda found: float(found.cost),
     )
     steps = law(fitted.x)
     if known is None:
         layer_sd_s, expert_layer_sd_s = 1e-6 * standard_errors(fitted.jac)[4:6]
-        if not any(shape.expert_layers for shape in shapes):
-            expert_layer_sd_s = steps.expert_layer_s  # where the fit began: a guess
         steps = replace(
             steps, layer_sd_s=float(layer_sd_s), expert_layer_sd_s=float(expert_layer_sd_s)
         )
+        if not any(shape.expert_layers for shape in shapes):
+            steps = replace(steps, expert_layer_s=EXPERT_LAYER_S, expert_layer_sd_s=math.inf)
     return steps, list(deviations(fitted.x)[~whole])
+
+
+def pool_expert_layers(steps: Mapping[int, StepHost]) -> dict[int, StepHost]:
+    """One time per layer of experts for all numbers of workers, each weighted by its precision.
+
+    Each worker runs the same Python for it, so what one number of workers leaves open another one
+    may tell. Where none does, the guess stays, as uncertain as it is large.
+    """
+    weights = {w: 1 / max(s.expert_layer_sd_s, 1e-9) ** 2 for w, s in steps.items()}
+    total = sum(weights.values())
+    if not total:
+        return {w: replace(s, expert_layer_sd_s=s.expert_layer_s) for w, s in steps.items()}
+    mean_s = sum(weights[w] * s.expert_layer_s for w, s in steps.items()) / total
+    return {
+        w: replace(s, expert_layer_s=mean_s, expert_layer_sd_s=total**-0.5)
+        for w, s in steps.items()
+    }
 
 
 def standard_errors(jacobian: Array) -> Array:

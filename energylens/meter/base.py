@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Self
 
+from energylens.errors import MeterError
 from energylens.meter.window import (
     MARGIN_S,
     SENSORS,
@@ -31,6 +32,7 @@ __all__ = [
     "SensorState",
     "counter_trust",
     "reading",
+    "require_energy",
 ]
 
 SensorState = Literal["supported", "not_supported", "no_permission", "stuck", "absent"]
@@ -165,3 +167,21 @@ class AbstractMeter(abc.ABC):
         Raises:
             MeterError: a board is not known.
         """
+
+
+def require_energy(meter: AbstractMeter, info: DeviceInfo) -> None:
+    """Refuse a board without energy.
+
+    Raises:
+        MeterError: no sensor of the board gives power or energy.
+    """
+    if info.mig:
+        raise MeterError(f"{info.name}: MIG is on, and no sensor belongs to one slice; turn it off")
+    rows = [
+        c
+        for c in meter.capabilities()
+        if c.uuid == info.uuid and c.sensor in ("energy", "instant_power", "average_power")
+    ]
+    if not any(c.state == "supported" for c in rows):
+        why = "; ".join(f"{c.sensor}: {c.reason or c.state}" for c in rows)
+        raise MeterError(f"{info.name}: energy cannot be measured ({why or 'no sensor'})")

@@ -8,14 +8,21 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from energylens.report.table import bundle_names, quantity, table
-from energylens.validate import Comparison, Summary, Validation, ValidationRow, summarise
+from energylens.validate import (
+    Comparison,
+    KindComparison,
+    Summary,
+    Validation,
+    ValidationRow,
+    summarise,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
 VALIDATION_SCHEMA = "energylens/validation/v1"
-_SUMMARY_COLUMNS = (
+SUMMARY_COLUMNS = (
     "predicted",
     "latency\nMAPE",
     "bias",
@@ -26,6 +33,7 @@ _SUMMARY_COLUMNS = (
     "typical\nMAPE",
     "tau",
 )
+KIND_COLUMNS = ("op kind", "measured", "predicted", "error")
 
 
 def validation_document(validation: Validation) -> dict[str, Any]:
@@ -45,11 +53,12 @@ def validation_table(validation: Validation) -> RenderableType:
     from rich.console import Group
 
     return Group(
-        *_regime_lines(validation.rows),
+        *regime_lines(validation.rows),
         _summary_table(validation.summary),
-        *_reason_lines(validation.rows),
+        *reason_lines(validation.rows),
         _rows_table(validation.rows),
-        _sources_line(validation.rows),
+        *_kinds_tables(validation.rows),
+        sources_line(validation.rows),
     )
 
 
@@ -62,6 +71,15 @@ def _validation_row(row: ValidationRow) -> dict[str, Any]:
         "regime": row.measurement.regime,
         "predicted_regime": row.predicted_regime,
         "reason": row.reason,
+        "kinds": [
+            {
+                "kind": str(k.kind),
+                "measured_s": k.measured,
+                "predicted_s": k.predicted,
+                "error_pct": k.error_pct,
+            }
+            for k in row.kinds
+        ],
     }
 
 
@@ -81,7 +99,7 @@ def _summary(summary: Summary) -> dict[str, Any]:
     return {**fields, "group": dict(summary.group)}
 
 
-def _regime_lines(rows: Sequence[ValidationRow]) -> Iterator[str]:
+def regime_lines(rows: Sequence[ValidationRow]) -> Iterator[str]:
     """One line for each regime: what the device sets, and what the host sets, are two questions."""
     regimes = dict.fromkeys(row.measurement.regime for row in rows)
     for regime in sorted(regimes):
@@ -91,14 +109,15 @@ def _regime_lines(rows: Sequence[ValidationRow]) -> Iterator[str]:
             continue
         yield (
             f"{regime}-bound, {s.n - s.n_unpredicted} of {s.n} rows predicted: "
-            f"latency MAPE {_percent(s.latency_mape_pct)} "
-            f"({_whole(s.latency_coverage_pct)} in the interval), "
-            f"energy {_percent(s.energy_mape_pct)} ({_whole(s.energy_coverage_pct)}), "
-            f"energy as a typical board {_percent(s.energy_typical_mape_pct)}"
+            f"latency MAPE {percent(s.latency_mape_pct)} "
+            f"({whole_percent(s.latency_coverage_pct)} in the interval), "
+            f"energy {percent(s.energy_mape_pct)} ({whole_percent(s.energy_coverage_pct)}), "
+            f"energy as a typical board {percent(s.energy_typical_mape_pct)}"
         )
 
 
-def _reason_lines(rows: Sequence[ValidationRow]) -> Iterator[str]:
+def reason_lines(rows: Sequence[ValidationRow]) -> Iterator[str]:
+    """Why rows are not predicted, the most frequent reason first."""
     reasons: dict[str, list[str]] = {}
     for row in rows:
         if row.reason:
@@ -129,7 +148,7 @@ def _rows_table(rows: Sequence[ValidationRow]) -> Table:
     )
 
 
-def _sources_line(rows: Sequence[ValidationRow]) -> str:
+def sources_line(rows: Sequence[ValidationRow]) -> str:
     """Where the predictions come from, as the last line of every result says."""
     counts = Counter(row.source for row in rows if row.source is not None)
     sources = ", ".join(f"{n} {source}" for source, n in sorted(counts.items())) or "none"
@@ -146,39 +165,61 @@ def _common_prefix(names: Sequence[str]) -> str:
     return first[: first.rfind("-", 0, same) + 1]
 
 
+def _kinds_tables(rows: Sequence[ValidationRow]) -> Iterator[RenderableType]:
+    """A line and a table for each row whose kernels were measured."""
+    for row in rows:
+        if row.kinds:
+            yield f"kernels of {row.measurement.record_id}, without cap, host and gaps:"
+            yield table("", KIND_COLUMNS, [kind_cells(k) for k in row.kinds], text=(0,))
+
+
+def kind_cells(k: KindComparison) -> tuple[str, str, str, str]:
+    """A line of a table whose columns are `KIND_COLUMNS`."""
+    return (
+        str(k.kind),
+        quantity(k.measured, "s"),
+        quantity(k.predicted, "s"),
+        percent(k.error_pct, signed=True),
+    )
+
+
 def _compared(comparison: Comparison, unit: str) -> tuple[str, str, str]:
     mark = "*" if comparison.within_interval is False else " "
     return (
         quantity(comparison.measured, unit),
         quantity(comparison.predicted, unit),
-        f"{_percent(comparison.error_pct, signed=True)} {mark}",
+        f"{percent(comparison.error_pct, signed=True)} {mark}",
     )
 
 
 def _summary_table(summaries: Sequence[Summary]) -> Table:
     names = list(dict.fromkeys(name for s in summaries for name in s.group))
-    cells = [
-        (
-            *(str(s.group.get(name, "" if i else "all")) for i, name in enumerate(names)),
-            f"{s.n - s.n_unpredicted} of {s.n}",
-            _percent(s.latency_mape_pct),
-            _percent(s.latency_bias_pct, signed=True),
-            _whole(s.latency_coverage_pct),
-            _percent(s.energy_mape_pct),
-            _percent(s.energy_bias_pct, signed=True),
-            _whole(s.energy_coverage_pct),
-            _percent(s.energy_typical_mape_pct),
-            "-" if s.kendall_tau_energy is None else f"{s.kendall_tau_energy:.3f}",
-        )
-        for s in summaries
-    ]
     title = "groups" if names else "all rows"
-    return table(title, (*names, *_SUMMARY_COLUMNS), cells, text=range(len(names)))
+    cells = [summary_cells(s, names) for s in summaries]
+    return table(title, (*names, *SUMMARY_COLUMNS), cells, text=range(len(names)))
 
 
-def _whole(value: float | None) -> str:
+def summary_cells(s: Summary, names: Sequence[str]) -> tuple[str, ...]:
+    """A line of a table whose columns are ``names`` and `SUMMARY_COLUMNS`."""
+    return (
+        *(str(s.group.get(name, "" if i else "all")) for i, name in enumerate(names)),
+        f"{s.n - s.n_unpredicted} of {s.n}",
+        percent(s.latency_mape_pct),
+        percent(s.latency_bias_pct, signed=True),
+        whole_percent(s.latency_coverage_pct),
+        percent(s.energy_mape_pct),
+        percent(s.energy_bias_pct, signed=True),
+        whole_percent(s.energy_coverage_pct),
+        percent(s.energy_typical_mape_pct),
+        "-" if s.kendall_tau_energy is None else f"{s.kendall_tau_energy:.3f}",
+    )
+
+
+def whole_percent(value: float | None) -> str:
+    """A percentage without decimals; a dash for none."""
     return "-" if value is None else f"{value:.0f} %"
 
 
-def _percent(value: float | None, *, signed: bool = False) -> str:
+def percent(value: float | None, *, signed: bool = False) -> str:
+    """A percentage with one decimal; a dash for none."""
     return "-" if value is None else f"{value:{'+' if signed else ''}.1f} %"

@@ -17,7 +17,7 @@ from energylens.anchors import anchors_to_json
 from energylens.cli import main
 from energylens.errors import OutOfRangeError, SpecError
 from energylens.predict import Catalogue
-from energylens.results import Anchors, BoardAnchor, Frontier, Infeasible, Prediction
+from energylens.results import Advice, Anchors, BoardAnchor, Frontier, Infeasible, Prediction
 from energylens.spec.load import data_dir
 from energylens.spec.system import Mode, Phase
 
@@ -113,6 +113,15 @@ def test_phases_and_modes_may_be_words() -> None:
     p = predicted(engine="hf", phases=["decode"], modes={Phase.DECODE: Mode.CUDA_GRAPH})
     assert list(p.phases) == ["decode"]
     assert p.phases["decode"].latency_s < predicted(engine="hf").phases["decode"].latency_s
+
+
+def test_rows_of_advice_make_a_frame() -> None:
+    found = energylens.advise("llama3_8b", tp=2, batch=16)
+    assert isinstance(found, Advice)
+    frame = pd.DataFrame(found.rows())
+    assert len(frame) == len(found.changes) + len(found.refused)
+    assert frame["energy_per_request_j_saved"].dropna().is_monotonic_decreasing
+    assert frame["reason"].notna().sum() == len(found.refused)
 
 
 def test_explore_is_what_the_verb_shows(capsys: Capture) -> None:

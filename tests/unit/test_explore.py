@@ -6,9 +6,11 @@ import csv
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import energylens
 from energylens.cli import main
 from energylens.errors import OutOfRangeError, SpecError
 from energylens.explore import (
@@ -21,7 +23,8 @@ from energylens.explore import (
 )
 from energylens.explore.front import exact_values
 from energylens.predict import Catalogue, predict
-from energylens.report.frontier import frontier_plot, launch_command
+from energylens.report.frontier import frontier_plot
+from energylens.report.launch import commands, launch_command
 from energylens.results import Frontier, Infeasible, Prediction
 from energylens.spec.system import Config, Parallelism, Workload
 
@@ -391,6 +394,71 @@ def test_rows_are_flat_and_alike() -> None:
     assert all(isinstance(v, str | int | float | None) for row in rows for v in row.values())
 
 
+# ---------------------------------------------------------------- several devices
+
+
+def test_several_devices_share_one_front_at_the_same_limits() -> None:
+    words: dict[str, Any] = {"batch": (1, 3, 8, 40), "max_tpot_s": 0.030, "top": ALL}
+    both = energylens.explore("llama3_8b", device=["h200", "a6000"], gpus=[1, 4], **words)
+    large = energylens.explore("llama3_8b", device="h200", gpus=1, **words)
+    small = energylens.explore("llama3_8b", device="a6000", gpus=4, **words)
+    assert isinstance(both, Frontier)
+    assert isinstance(large, Frontier) and isinstance(small, Frontier)
+    assert [(pool.device, pool.gpus) for pool in both.pools] == [("h200", 1), ("a6000", 4)]
+    own = [c for f in (large, small) for c in f.configs]
+    assert [c.values for c in both.configs] == [c.values for c in own]
+    assert len({c.id for c in both.configs}) == len(own)
+    assert both.counts.tried == large.counts.tried + small.counts.tried
+    costs = {
+        c.id: (c.values["energy_per_token_j"], c.values["tpot_s"])
+        for c in both.configs
+        if not c.filtered_by
+    }
+    front = {
+        i
+        for i, (j, s) in costs.items()
+        if not any(a <= j and b <= s and (a, b) != (j, s) for a, b in costs.values())
+    }
+    assert {c.id for c in both.front} == front
+    assert {c.pool.device for c in both.front} == {"h200"}
+    best = min(costs, key=lambda i: costs[i])
+    assert both.best("energy_per_token").id == best
+    dominated = [c for c in both.configs if c.pool.device == "a6000" and not c.filtered_by]
+    assert dominated and all((c.dominated_by or "").startswith("1xh200-") for c in dominated)
+
+
+def test_a_device_that_cannot_is_left_out_and_named() -> None:
+    found_both = energylens.explore("llama3_70b", device=["h200", "a6000"], gpus=2, batch=(1, 64))
+    assert isinstance(found_both, Frontier)
+    assert {c.pool.device for c in found_both.configs} == {"h200"}
+    assert any(
+        note.startswith("2 x a6000 is left out: llama3_70b does not fit a6000")
+        for note in found_both.notes
+    )
+    neither = energylens.explore("llama3_70b", device=["h200", "a6000"], gpus=1, batch=64)
+    assert isinstance(neither, Infeasible)
+    assert "1 x h200: llama3_70b does not fit h200" in neither.reason
+    assert "1 x a6000: llama3_70b does not fit a6000" in neither.reason
+
+
+def test_devices_and_numbers_of_gpus_go_in_pairs(capsys: Capture) -> None:
+    words = ["explore", "llama3_8b", "--batch", "1,8", "--tp", "1"]
+    assert main([*words, "--device", "h200,a6000", "--gpus", "1,4"]) == 0
+    out = capsys.readouterr().out
+    assert "llama3_8b on 1 x h200 or 4 x a6000, engine vllm" in out
+    assert "4 x a6000, best energy_per_token: tp1 x 4, batch 8, rank " in out
+    assert main([*words, "--device", "a6000", "--gpus", "1,2", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["device"] is None
+    assert document["pools"] == [{"device": "a6000", "gpus": n} for n in (1, 2)]
+    for pick in document["picks"]:
+        assert "--device a6000" in pick["predict"]
+    assert main([*words, "--device", "h200,a6000", "--gpus", "1,2,4"]) == 2
+    assert "--gpus names 3 numbers and --device 2 devices" in capsys.readouterr().err
+    assert main([*words, "--device", "h200,h200", "--gpus", "1"]) == 2
+    assert "1 x h200 is named 2 times" in capsys.readouterr().err
+
+
 # ---------------------------------------------------------------- the verb
 
 SMALL = ["explore", "llama3_8b", "--gpus", "2", "--batch", "1..4,16"]
@@ -464,6 +532,50 @@ def test_experts_over_some_workers_have_no_launch_command(capsys: Capture) -> No
     assert "launch: no server of engine hf is known" in capsys.readouterr().out
 
 
+def command(found_config: dict[str, int], name: str, batch: int = 24) -> str | None:
+    """A command of a layout of qwen3_moe."""
+    degrees = {"tp": 1, "ep": 1, "dp": 1, "pp": 1} | found_config
+    gpus = degrees["tp"] * degrees["dp"] * degrees["pp"]
+    space = SearchSpace(batches=(batch,), **{k: (v,) for k, v in degrees.items()})
+    f = found("qwen3_moe", gpus=gpus, prompt_len=1000, gen_len=200, space=space)
+    return commands(f, f.front[0], lambda device: f"predict {device}")[name]
+
+
+def test_other_servers_get_the_same_layout_in_their_own_words() -> None:
+    sglang = "python -m sglang.launch_server --model-path Qwen/Qwen3-30B-A3B "
+    limits = "--chunked-prefill-size 16384 --context-length 1200"
+    assert command({"tp": 2}, "sglang") == (
+        f"{sglang}--tp-size 2 --max-running-requests 24 --cuda-graph-max-bs 24 {limits}"
+    )
+    assert command({"tp": 2, "dp": 2, "ep": 4}, "sglang") == (
+        f"{sglang}--tp-size 4 --dp-size 2 --enable-dp-attention --ep-size 4 "
+        f"--max-running-requests 24 --cuda-graph-max-bs 12 {limits}"
+    )
+    trtllm = "trtllm-serve Qwen/Qwen3-30B-A3B "
+    assert command({"tp": 2, "ep": 2, "pp": 2}, "trtllm") == (
+        f"{trtllm}--tp_size 2 --ep_size 2 --pp_size 2 --max_batch_size 24 --max_num_tokens 16384 "
+        "--max_seq_len 1200"
+    )
+    assert command({"dp": 2, "ep": 2}, "trtllm") == (
+        f"{trtllm}--tp_size 2 --ep_size 2 --max_batch_size 12 --max_num_tokens 16384 "
+        "--max_seq_len 1200 --extra_llm_api_options <(echo 'enable_attention_dp: true')"
+    )
+    assert command({"tp": 2, "dp": 2}, "trtllm") is None
+
+
+def test_a_pick_says_what_would_falsify_it() -> None:
+    assert command({"tp": 2}, "bench") == (
+        "vllm bench serve --model Qwen/Qwen3-30B-A3B --dataset-name random --random-input-len 1000 "
+        "--random-output-len 200 --ignore-eos --num-prompts 24 --max-concurrency 24 "
+        "--percentile-metrics ttft,tpot,e2el"
+    )
+    assert command({"tp": 2, "ep": 2}, "profile") == (
+        "energylens profile Qwen/Qwen3-30B-A3B --engine vllm --tp 2 --ep 2 --batch-size 24 "
+        "--prompt-len 1000 --gen-len 200 --context-len 1100 --ttft --tpot --ttlt --energy"
+    )
+    assert command({"dp": 2}, "profile") is None
+
+
 @pytest.mark.parametrize("columns", ["60", "200"])
 def test_the_table_says_what_to_choose_and_what_it_costs(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, columns: str
@@ -476,6 +588,9 @@ def test_the_table_says_what_to_choose_and_what_it_costs(
     launch = next(line for line in lines if line.startswith("launch: "))
     assert launch.startswith("launch: vllm serve meta-llama/Llama-3.1-8B --tensor-parallel-size ")
     assert any(line.startswith("check: energylens predict llama3_8b ") for line in lines)
+    for start in ("sglang, not calibrated: python -m sglang.", "trtllm, not calibrated: trtllm-s"):
+        assert any(line.startswith(start) for line in lines)
+    assert any(line.startswith("measure energy, too: energylens profile ") for line in lines)
     assert "best energy_per_token" in out
     assert "the best tpot (tp2-ep1-dp1-b1) costs" in " ".join(out.split())
     assert "15 configurations tried" in out

@@ -34,7 +34,7 @@ from energylens.cost.bundle import Bundle, StepHost
 from energylens.cost.features import StepShape
 from energylens.errors import CalibrationError
 from energylens.fit import fit_bundle
-from energylens.fit.host import standard_errors
+from energylens.fit.host import pool_expert_layers, standard_errors
 from energylens.graph import KERNELS, Op, make_op
 from energylens.spec.load import load_engine
 from energylens.store import Sample
@@ -183,7 +183,7 @@ def test_standard_errors_are_those_of_a_straight_line() -> None:
 def test_times_of_layers_are_as_uncertain_as_small_models_leave_them(fitted: Bundle) -> None:
     assert fitted.host is not None
     found = fitted.host.lone_steps[1]
-    assert 0.0 < found.layer_sd_s < LONE.layer_s
+    assert 0.0 < found.layer_sd_s < 2 * LONE.layer_s
     launched = StepShape(sequences=1, tokens=1024, layers=32)
     assert found.layers_rel_se(launched) == pytest.approx(
         found.layer_sd_s * 32 / found.total_s(launched)
@@ -191,6 +191,20 @@ def test_times_of_layers_are_as_uncertain_as_small_models_leave_them(fitted: Bun
     assert found.layers_rel_se(replace(launched, tokens=512)) == 0.0
     # No model had experts, so what their layers take is a guess.
     assert found.expert_layer_sd_s == found.expert_layer_s > 0.0
+
+
+def test_a_layer_of_experts_takes_the_same_on_any_number_of_workers() -> None:
+    one, two = (
+        replace(LONE, expert_layer_s=t, expert_layer_sd_s=sd)
+        for t, sd in ((6e-4, 1e-4), (0.0, 3e-4))
+    )
+    pooled = pool_expert_layers({1: one, 2: two, 4: replace(two, expert_layer_sd_s=math.inf)})
+    # Weights 1 and 1/9, independently of the code.
+    assert [s.expert_layer_s for s in pooled.values()] == pytest.approx(3 * [5.4e-4])
+    assert [s.expert_layer_sd_s for s in pooled.values()] == pytest.approx(3 * [3e-4 / 10**0.5])
+    assert {replace(s, expert_layer_s=0, expert_layer_sd_s=0) for s in pooled.values()} == {
+        replace(LONE, expert_layer_s=0, expert_layer_sd_s=0)
+    }
 
 
 def test_host_times_of_steps_that_follow_each_other_are_found_again(fitted: Bundle) -> None:

@@ -34,16 +34,33 @@ INTERNAL: dict[str, set[str]] = {
     "predict": {"spec", "graph", "lower", "cost", "schedule", "machine", "results"},
     "explore": {"spec", "lower", "cost", "schedule", "machine", "predict", "results"},
     "serving": {"spec", "lower", "cost", "machine", "predict", "results"},
-    "truth": {"spec", "results"},
+    "truth": {"spec", "results", "anchors"},
     "validate": {"results"},
-    "api": {"spec", "cost", "results", "anchors", "predict", "explore", "truth", "validate"},
-    "report": {"spec", "results", "anchors", "validate"},
+    "api": {
+        "spec",
+        "cost",
+        "results",
+        "anchors",
+        "predict",
+        "explore",
+        "truth",
+        "validate",
+        "profiler",
+    },
+    "baseline": {"results"},
+    "report": {"spec", "results", "anchors", "validate", "baseline"},
+    "report/page": {"explore"},
     "meter": set(),
     "store": {"spec", "graph", "meter", "results", "anchors", "files"},
     "bench": {"spec", "graph", "lower", "meter", "store", "results", "anchors", "files"},
     "bench/calibrate": {"fit", "cost"},
     # The laws' constants are fitted with the laws themselves, so that both cannot drift apart.
     "fit": {"spec", "graph", "results", "store", "cost", "schedule", "files"},
+    "measured": {"spec", "results", "anchors"},
+    "profiler": {
+        *("spec", "lower", "meter", "store", "bench"),
+        *("results", "measured", "anchors", "files"),
+    },
     "cli": set(),  # all, inside the verb's function; checked apart
 }
 """Package or module -> what it may import beside itself and `OPEN`."""
@@ -66,6 +83,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "store": {"pandas"},
     "bench": {"torch", "transformers", "vllm", "yaml", "rich", "numpy"},
     "fit": {"numpy", "scipy", "sklearn", "pandas"},
+    "profiler": {"torch", "transformers", "vllm", "numpy", "scipy", "rich"},
     "cli": {"typer", "rich"},
 }
 """Package, module or ``package/module`` -> third-party libraries that it may import."""

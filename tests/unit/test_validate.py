@@ -10,9 +10,27 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from energylens.errors import SpecError
-from energylens.results import Anchors, BoardAnchor, Infeasible, Measurement, Prediction
+from energylens.results import (
+    Anchors,
+    BoardAnchor,
+    BreakdownRow,
+    Infeasible,
+    KernelRow,
+    Kind,
+    Measurement,
+    Prediction,
+    Source,
+)
 from energylens.spec.system import Parallelism
-from energylens.validate import kendall_tau, validate
+from energylens.validate import (
+    Validation,
+    bias_share_pct,
+    compare_kinds,
+    error_shares,
+    kendall_tau,
+    power_mape_pct,
+    validate,
+)
 
 Make = Callable[..., Measurement]
 MakePhase = Callable[..., object]
@@ -163,3 +181,130 @@ def test_kendall_tau_equals_scipys(pairs: list[tuple[int, int]]) -> None:
 @pytest.mark.parametrize("values", [[], [1.0], [2.0, 2.0]])
 def test_kendall_tau_needs_two_different_values(values: list[float]) -> None:
     assert kendall_tau(values, values) is None
+
+
+def test_an_invalid_measurement_is_not_compared_and_says_why(
+    make_measurement: Make, make_prediction: MakePrediction
+) -> None:
+    m = make_measurement(defect="not valid as measured: throttled", anchors=ANCHORS)
+    result = validate([m], lambda m, anchors: make_prediction())
+    assert result.rows[0].reason == "not valid as measured: throttled"
+    assert result.rows[0].latency_s.error_pct is None
+    assert result.summary[0].n_unpredicted == 1
+
+
+# ---------------------------------------------------------------- op kinds
+
+
+def kernel(kind: Kind, latency_s: float, op: str = "k", phase: str = "decode") -> KernelRow:
+    return KernelRow(phase=phase, kind=kind, op=op, count=1.0, latency_s=latency_s, share=0.5)
+
+
+def op(kind: Kind, latency_s: float, phase: str = "decode") -> BreakdownRow:
+    return BreakdownRow(
+        phase=phase,
+        kind=kind,
+        op="op",
+        count=1,
+        latency_s=latency_s,
+        energy_j=1.0,
+        share=0.5,
+        source=Source.MEASURED,
+    )
+
+
+def test_kinds_are_summed_on_both_sides_and_the_longest_is_first() -> None:
+    found = compare_kinds(
+        [op(Kind.GEMM, 0.006), op(Kind.GEMM, 0.003), op(Kind.MOE, 0.001), op(Kind.IDLE, 9.0)],
+        [kernel(Kind.NORM, 0.002), kernel(Kind.GEMM, 0.004), kernel(Kind.GEMM, 0.006, "l")],
+    )
+    assert [(k.kind, k.measured, k.predicted) for k in found] == [
+        (Kind.GEMM, pytest.approx(0.010), pytest.approx(0.009)),
+        (Kind.NORM, 0.002, None),
+        (Kind.MOE, None, 0.001),
+    ]
+    assert [k.error_pct for k in found] == [pytest.approx(-10), None, None]
+
+
+def test_rows_with_kernels_are_compared_by_kind_without_the_laws_of_long_runs(
+    make_measurement: Make, make_prediction: MakePrediction
+) -> None:
+    asked: list[Anchors | None] = []
+
+    def of_kernels(m: Measurement, anchors: Anchors | None) -> Prediction:
+        asked.append(anchors)
+        return make_prediction()  # a GEMM of 10 ms in decode, of 50 ms in prefill
+
+    rows = [
+        make_measurement("a", kernels=(kernel(Kind.GEMM, 0.008),), anchors=ANCHORS),
+        make_measurement("b"),
+    ]
+    first, second = validate(
+        rows, lambda m, anchors: make_prediction(), predict_kernels=of_kernels
+    ).rows
+    assert [(k.kind, k.measured, k.predicted) for k in first.kinds] == [(Kind.GEMM, 0.008, 0.01)]
+    assert second.kinds == ()
+    assert asked == [ANCHORS]
+    validate(
+        rows,
+        lambda m, anchors: make_prediction(),
+        predict_kernels=of_kernels,
+        ignore_anchors=True,
+    )
+    assert asked == [ANCHORS, None]
+
+
+# ---------------------------------------------------------------- what dominates
+
+
+def off_by(
+    make_measurement: Make,
+    make_prediction: MakePrediction,
+    make_phase: MakePhase,
+    errors: list[tuple[str, float, float]],
+) -> Validation:
+    """Rows of (spec, error of latency, error of energy), relative."""
+    rows = [make_measurement(f"{i}", spec=spec) for i, (spec, _, _) in enumerate(errors)]
+
+    def predict(m: Measurement, anchors: Anchors | None) -> Prediction:
+        _, t, e = errors[int(m.record_id)]
+        return make_prediction({"decode": make_phase(0.01 * (1 + t), 5.0 * (1 + e))})
+
+    return validate(rows, predict)
+
+
+def test_shares_say_which_group_holds_the_error(
+    make_measurement: Make, make_prediction: MakePrediction, make_phase: MakePhase
+) -> None:
+    errors = [("a", 0.02, 0.0), ("a", -0.02, 0.0), ("b", 0.12, 0.01), ("a", 0.04, 0.0)]
+    rows = off_by(make_measurement, make_prediction, make_phase, errors).rows
+    first, second = error_shares(rows, "latency_s", ("phase", "spec"))
+    assert dict(first.group) == {"phase": "decode", "spec": "b"}
+    assert (first.n, first.rows_pct) == (1, 25)
+    assert first.error_pct == pytest.approx(60)
+    assert (second.n, second.error_pct) == (3, pytest.approx(40))
+    assert error_shares([], "latency_s", ("phase",)) == ()
+
+
+def test_bias_is_the_part_of_the_squared_error_that_all_rows_share(
+    make_measurement: Make, make_prediction: MakePrediction, make_phase: MakePhase
+) -> None:
+    def share(*errors: float) -> float | None:
+        rows = off_by(
+            make_measurement, make_prediction, make_phase, [("a", e, 0.0) for e in errors]
+        ).rows
+        return bias_share_pct(r.latency_s for r in rows)
+
+    assert share(0.05, 0.05) == pytest.approx(100)
+    assert share(0.05, -0.05) == pytest.approx(0, abs=1e-9)
+    assert share(0.04, 0.02) == pytest.approx(100 * 0.03**2 / 0.001)
+    assert share(0.0) is None
+
+
+def test_power_is_the_error_of_energy_beside_that_of_time(
+    make_measurement: Make, make_prediction: MakePrediction, make_phase: MakePhase
+) -> None:
+    errors = [("a", 0.1, 0.1), ("a", 0.1, 0.0), ("a", 0.0, 0.05)]
+    rows = off_by(make_measurement, make_prediction, make_phase, errors).rows
+    assert power_mape_pct(rows) == pytest.approx((0 + 100 * (1 - 1 / 1.1) + 5) / 3)
+    assert power_mape_pct([]) is None

@@ -123,25 +123,6 @@ def reference() -> ModuleType:
     return importlib.import_module("vllm_reference")
 
 
-@pytest.mark.parametrize(
-    ("kernel", "kind"),
-    [
-        ("nvjet_sm90_tst_256x16_64x6_2x1_v_bz_TNT", "gemm"),
-        ("void cublasLt::splitKreduce_kernel<32, 16, int, float>", "gemm"),
-        ("void cutlass::device_kernel<flash::FlashAttnFwdCombine<cute::tuple<", "attention"),
-        ("void vllm::reshape_and_cache_flash_kernel<__nv_bfloat16", "copy"),
-        ("triton_red_fused_fused_add_rms_norm_2", "norm"),
-        ("triton_poi_fused_mul_silu_slice_1", "elementwise"),
-        ("_gumbel_sample_kernel", "sampling"),
-        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "collective"),
-        ("void vllm::cross_device_reduce_1stage<__nv_bfloat16, 2>", "collective"),
-        ("Memcpy HtoD (Pinned -> Device)", "overhead"),
-    ],
-)
-def test_kernels_are_known_by_their_names(reference: ModuleType, kernel: str, kind: str) -> None:
-    assert reference.kind_of(kernel) == kind
-
-
 def test_the_traffic_of_a_run_is_the_same_each_time(reference: ModuleType) -> None:
     one = reference.traffic()
     assert one == reference.traffic()

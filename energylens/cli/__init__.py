@@ -22,6 +22,7 @@ from energylens.cli.known import doctor, list_known
 from energylens.cli.output import EXIT_FAILURE, EXIT_INPUT, EXIT_INTERRUPTED, fail
 from energylens.cli.predict import predict
 from energylens.cli.profile import profile
+from energylens.cli.sweep import sweep
 from energylens.cli.validate import validate
 from energylens.errors import EnergyLensError
 
@@ -36,6 +37,9 @@ _EXTRAS = {
     "jtop": "jetson",
     "vllm": "vllm",
     "matplotlib": "plot",
+    "joblib": "sweep",
+    "dask": "dask",
+    "distributed": "dask",
 }
 """Optional library -> the extra that brings it."""
 
@@ -125,6 +129,7 @@ def _root(
 app.command()(predict)
 app.command()(explore)
 app.command()(advise)
+app.command()(sweep)
 app.command()(validate)
 app.command()(profile)
 app.command(name="list")(list_known)

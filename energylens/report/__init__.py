@@ -12,6 +12,8 @@ from energylens.report.facts import (
     facts_text,
     listing_document,
     listing_table,
+    sweep_document,
+    sweep_text,
 )
 from energylens.report.frontier import (
     figure,
@@ -54,6 +56,8 @@ __all__ = [
     "serving_document",
     "serving_infeasible_document",
     "serving_table",
+    "sweep_document",
+    "sweep_text",
     "validation_document",
     "validation_page",
     "validation_plot",

@@ -78,6 +78,7 @@ FLAGS = {
         "--html",
         "--json",
     },
+    "sweep": {"--out", "-o", "--csv", "--backend", "--jobs", "--scheduler", "--json"},
     "advise": {
         "--batch",
         "--prompt-len",

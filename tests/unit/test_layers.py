@@ -48,6 +48,7 @@ INTERNAL: dict[str, set[str]] = {
         "profiler",
     },
     "baseline": {"results"},
+    "sweep": {"spec", "results", "files", "api", "predict", "explore", "serving"},
     "report": {"spec", "results", "anchors", "validate", "baseline"},
     "report/page": {"explore"},
     "meter": set(),
@@ -84,6 +85,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "bench": {"torch", "transformers", "vllm", "yaml", "rich", "numpy"},
     "fit": {"numpy", "scipy", "sklearn", "pandas"},
     "profiler": {"torch", "transformers", "vllm", "numpy", "scipy", "rich"},
+    "sweep": {"joblib", "distributed"},
     "cli": {"typer", "rich"},
 }
 """Package, module or ``package/module`` -> third-party libraries that it may import."""
@@ -91,7 +93,18 @@ THIRD_PARTY: dict[str, set[str]] = {
 CLI_EAGER = {"spec"}
 """What cli may import before a verb is chosen: the words of its options."""
 
-HEAVY = ("torch", "transformers", "vllm", "sklearn", "pandas", "pynvml", "jtop", "matplotlib")
+HEAVY = (
+    "joblib",
+    "distributed",
+    "torch",
+    "transformers",
+    "vllm",
+    "sklearn",
+    "pandas",
+    "pynvml",
+    "jtop",
+    "matplotlib",
+)
 
 
 def sources() -> list[Path]:

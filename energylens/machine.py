@@ -232,7 +232,7 @@ class Machine:
         The first stage's has the forming of the step in it; the others launch their layers only.
         """
         law = self.host
-        n = law.nearest(len(self.boards)) if law else 0
+        n = law.nearest(len(self.boards) // self.stages) if law else 0
         serial_s = layers_rel_se = 0.0
         if mode is Mode.SERVING:
             by_workers = (law.lone_steps if lone else law.steps) if law else {}

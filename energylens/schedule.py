@@ -33,9 +33,11 @@ from energylens.results import Cost, Interval, Kind, Source
 from energylens.spec.system import Mode
 
 Array = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
 
 LAWS = ("cap", "host", "straggler", "gap")
 LEVEL = 0.90
+_CLOCK_STEP = 1e-6
 LOWEST_CLOCK = 0.25  # of the maximum; the governor does not go below, whatever the limit
 
 
@@ -183,7 +185,7 @@ def common_clock(ops: _Ops, worker: Worker, constants: Constants, pause_s: float
     low, high = LOWEST_CLOCK, 1.0
     if power(low) >= worker.cap_w:
         return low
-    while high - low > 1e-6:
+    while high - low > _CLOCK_STEP:
         middle = (low + high) / 2
         low, high = (middle, high) if power(middle) < worker.cap_w else (low, middle)
     return low
@@ -314,20 +316,73 @@ def step(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """What the kernels of many steps come to at the maximum clock, each [..., workers].
+
+    Attributes:
+        scaled_s, fixed_s: seconds that scale with 1/clock, and all others, gaps included.
+        energy_j: above idle.
+    """
+
+    scaled_s: Array
+    fixed_s: Array
+    energy_j: Array
+
+
 def totals(
-    ops: Sequence[Op],
-    costs: Sequence[Cost],
-    workers: Sequence[Worker],
+    kernels: Kernels,
+    idle_w: Array,
+    cap_w: float,
     constants: Constants,
-    host: Host,
-    mode: Mode,
-    linked: bool = False,
-) -> tuple[float, float]:
-    """Seconds and joules of a step, as `step` composes them, and nothing else."""
-    arrays = _arrays(ops, costs, linked)
-    bound = NO_HOST if mode is Mode.CUDA_GRAPH else host
-    composed = _compose(arrays, workers, constants, bound, frozenset())
-    return composed.latency_s, composed.energy_j
+    *,
+    step_s: Array,
+    serial_s: Array,
+    linked: BoolArray,
+) -> tuple[Array, Array]:
+    """Seconds and joules of many steps, as `step` composes one, and nothing else, each [...].
+
+    Args:
+        kernels: of the steps.
+        idle_w: of the boards, [..., workers].
+        cap_w: mean power that the governor holds.
+        constants: of the laws.
+        step_s: host time of the steps, [...].
+        serial_s: part of it that no kernel runs beside, [...].
+        linked: where the links are awake, [...].
+    """
+    link_w = np.where(linked, constants.link_w, 0.0)[..., None]
+    clock = _clocks(kernels, idle_w + link_w, cap_w, constants.eta, serial_s[..., None])
+    time = kernels.scaled_s / clock + kernels.fixed_s
+    device_s = time.max(axis=-1)
+    latency = np.maximum(device_s + serial_s, step_s)
+    spin_j = (device_s[..., None] - time).sum(axis=-1) * constants.spin_w
+    workers = time.shape[-1]
+    waiting_j = (latency - device_s) * constants.wait_w * workers
+    link_j = device_s * link_w[..., 0] * workers
+    idle_j = latency * np.broadcast_to(idle_w, time.shape).sum(axis=-1)
+    working_j = (kernels.energy_j * clock**constants.eta).sum(axis=-1)
+    return latency, working_j + spin_j + waiting_j + link_j + idle_j
+
+
+def _clocks(kernels: Kernels, base_w: Array, cap_w: float, eta: float, pause_s: Array) -> Array:
+    """`common_clock` of each worker, [..., workers]."""
+    shape = kernels.energy_j.shape
+    scaled, fixed = kernels.scaled_s, kernels.fixed_s + pause_s
+    clock = np.ones(shape)
+    over = base_w + kernels.energy_j / (scaled + fixed) > cap_w
+    scaled, fixed, energy = scaled[over], fixed[over], kernels.energy_j[over]
+    room_w = cap_w - np.broadcast_to(base_w, shape)[over]
+    low, high = np.full(room_w.shape, LOWEST_CLOCK), np.ones(room_w.shape)
+    hopeless = energy * low**eta >= room_w * (scaled / low + fixed)
+    width = 1.0 - LOWEST_CLOCK
+    while width > _CLOCK_STEP:
+        middle = (low + high) / 2
+        below = energy * middle**eta < room_w * (scaled / middle + fixed)
+        low, high = np.where(below, middle, low), np.where(below, high, middle)
+        width /= 2
+    clock[over] = np.where(hopeless, LOWEST_CLOCK, low)
+    return clock
 
 
 def _parts(

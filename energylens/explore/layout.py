@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from energylens.lower import Lowered
-from energylens.predict import Machine, request_contexts
+from energylens.machine import Machine, StepSums
+from energylens.predict import request_contexts
 from energylens.spec.system import Mode, Parallelism, Phase, Sequences, Step, Workload, chunked
 
 Array = NDArray[np.float64]
@@ -57,6 +59,7 @@ class Layout:
     """
 
     stages: tuple[Lowered, ...]
+    sums: StepSums
     machine: Machine
     parallelism: Parallelism
     workload: Workload
@@ -104,7 +107,8 @@ class Layout:
         if not steps:
             return np.empty((0, len(self.stages), 2))
         distinct = {step: i for i, step in enumerate(dict.fromkeys(steps))}
-        prices = np.stack(self.machine.price(self.stages, list(distinct), lone=lone), axis=-1)
+        found = self.machine.price(self.sums, self.stages, list(distinct), lone=lone)
+        prices = np.stack(found, axis=-1)
         return prices[[distinct[step] for step in steps]]
 
     # -- decode
@@ -134,6 +138,8 @@ class Layout:
         shares = -(-sizes // dp)
         table = mode is Mode.SERVING and serving is not None
         ends = _cell_ends(serving.capture_sizes if serving else (), int(shares.max()))
+        if len(self.stages) > 1:  # one of the stages may stop waiting for the host in between
+            ends = sorted({*ends, *((a + b) // 2 for a, b in pairwise([0, *ends]))} - {0})
         cells = np.searchsorted(ends, shares) if table else shares
         _, cell = np.unique(cells, return_inverse=True)
         low = np.full(cell.max() + 1, np.iinfo(np.int64).max)

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from energylens.cost.bundle import Bundle, select
+from energylens.cost.model import Key
 from energylens.errors import OutOfRangeError, SpecError
 from energylens.explore.front import (
     LIMITED,
@@ -24,8 +25,9 @@ from energylens.explore.front import (
 )
 from energylens.explore.layout import Layout
 from energylens.explore.prices import Prices
-from energylens.lower import Lowered, fullest, lower_stages, valid_tp
-from energylens.predict import machine, predict
+from energylens.lower import Lowered, fullest, lower, staged, valid_tp
+from energylens.machine import Machine, StepSums, machine
+from energylens.predict import predict
 from energylens.results import (
     Anchors,
     ContextPoint,
@@ -49,6 +51,12 @@ IntArray = NDArray[np.int64]
 DEFAULT_OBJECTIVES = ("energy_per_token", "tpot")
 """What a deployment costs, and what a user feels; the throughput of a GPU nearly follows the
 first of them, and would only thicken the front."""
+
+
+_IN_FLIGHT = (
+    "layouts with pp: as many parts of the batch in flight as there are stages, as vLLM schedules "
+    "requests that keep coming; it runs a batch that comes at once in fewer parts, and slower"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,12 +254,11 @@ class _Search:
         """All that fits, or None; and the memory of what comes closest to fitting."""
         parts: list[tuple[Parallelism, IntArray, dict[str, Array]]] = []
         nearest: Memory | None = None
-        bundle = select(self.bundles, self.device.name, self.engine.provider)
-        for stages, parallelism in self._lowered():
-            held = fullest(stages, self._workload(int(self._batches[0])), self.device)
+        for stages, sums, parallelism in self._lowered():
             count = self._fitting(stages)
-            if nearest is None or _overflow(held) < _overflow(nearest):
-                nearest = held
+            if not count:
+                held = fullest(stages, self._workload(int(self._batches[0])), self.device)
+                nearest = min(nearest or held, held, key=_overflow)
             if count < len(self._batches):
                 most = f"batches above {self._batches[count - 1]}" if count else "any batch"
                 self.infeasible[f"memory: {parallelism.layout} at {most}"] += (
@@ -261,15 +268,8 @@ class _Search:
                 continue
             layout = Layout(
                 stages=stages,
-                machine=machine(
-                    self.device,
-                    workers=parallelism.workers,
-                    bundle=bundle,
-                    anchors=self.anchors,
-                    power_limit_w=self.config.power_limit_w,
-                    link=self.link,
-                    stages=parallelism.pp,
-                ),
+                sums=sums,
+                machine=self._machine(parallelism),
                 parallelism=parallelism,
                 workload=self.workload,
             )
@@ -288,9 +288,25 @@ class _Search:
         )
         return table, nearest
 
-    def _lowered(self) -> Iterator[tuple[tuple[Lowered, ...], Parallelism]]:
-        """The layouts that the model and the engine allow; the others are counted."""
+    def _machine(self, parallelism: Parallelism) -> Machine:
+        return machine(
+            self.device,
+            workers=parallelism.workers,
+            bundle=select(self.bundles, self.device.name, self.engine.provider),
+            anchors=self.anchors,
+            power_limit_w=self.config.power_limit_w,
+            link=self.link,
+            stages=parallelism.pp,
+        )
+
+    def _lowered(self) -> Iterator[tuple[tuple[Lowered, ...], StepSums, Parallelism]]:
+        """The layouts that the model and the engine allow; the others are counted.
+
+        What all of them have in common is lowered and priced once.
+        """
         fits = False
+        model, costs = self._machine(Parallelism()).model, dict[Key, Array]()
+        last: tuple[Parallelism, Lowered | Infeasible, StepSums] | None = None
         for tp, ep, dp, pp in self.space.layouts(self.spec, self.engine, self.gpus):
             if tp * dp * pp > self.gpus:
                 pipeline = f", pp={pp}" if pp > 1 else ""
@@ -304,11 +320,16 @@ class _Search:
                 continue
             replicas = self.gpus // (tp * dp * pp)
             parallelism = Parallelism(tp=tp, ep=ep, dp=dp, pp=pp, replicas=replicas)
-            stages = lower_stages(self.spec, self.engine, parallelism, routing=self.config.routing)
+            stage = replace(parallelism, pp=1, replicas=1)
+            if last is None or last[0] != stage:
+                whole = lower(self.spec, self.engine, stage, routing=self.config.routing)
+                last = stage, whole, StepSums(model, costs)
+            _, whole, sums = last
+            stages = whole if isinstance(whole, Infeasible) else staged(whole, pp)
             if isinstance(stages, Infeasible):
                 self.infeasible[stages.reason] += len(self._batches)
             else:
-                yield stages, parallelism
+                yield stages, sums, parallelism
         if not fits:
             raise SpecError(
                 f"no layout asked for fits on {self.gpus} GPUs; lower the degrees of tp, dp and "
@@ -321,13 +342,14 @@ class _Search:
     def _fitting(self, stages: tuple[Lowered, ...]) -> int:
         """How many of the batches fit the memory, smallest first: it grows with the batch."""
         low, high = 0, len(self._batches)
+        middle = high - 1  # nearly always all of them do
         while low < high:
-            middle = (low + high) // 2
             batch = int(self._batches[middle])
             if fullest(stages, self._workload(batch), self.device).fits:
                 low = middle + 1
             else:
                 high = middle
+            middle = (low + high) // 2
         return low
 
     def refine(self, chosen: Choice) -> None:
@@ -401,6 +423,8 @@ class _Search:
         predictions = [p for p in chosen.exact.values() if isinstance(p, Prediction)]
         serving = self.engine.serving
         notes = dict.fromkeys(note for p in predictions for note in p.notes)
+        if any(p.pp > 1 for p in chosen.table.parallelism):
+            notes[_IN_FLIGHT] = None
         excess, constraints = chosen.excess, tuple(chosen.constraints)
         over = (excess > 0) & chosen.table.runs[:, None]
         missed = {name: int(over[:, j].sum()) for j, name in enumerate(constraints)}

@@ -8,7 +8,7 @@ one kernel, which collectives follow); `Lowered.ops` then sizes the kernels for 
 from energylens.lower.kernels import Experts, Lowered, lower, lower_step
 from energylens.lower.memory import fullest, memory, parameters
 from energylens.lower.shard import valid_tp
-from energylens.lower.stages import lower_stages
+from energylens.lower.stages import lower_stages, staged
 
 __all__ = [
     "Experts",
@@ -19,5 +19,6 @@ __all__ = [
     "lower_step",
     "memory",
     "parameters",
+    "staged",
     "valid_tp",
 ]

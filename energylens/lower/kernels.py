@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol
 
@@ -32,6 +32,9 @@ class Lowered:
     Attributes:
         spec, engine, sharding: what was lowered, and how it is split.
         items: what one worker executes, in order.
+        blocks: for each item the block of the model that it is of; None where it is of every stage.
+        shares: for each item how many of how many repetitions are executed: all, or on a stage
+            those of its layers.
         arriving: values of each token that come from the stage before.
     """
 
@@ -39,6 +42,8 @@ class Lowered:
     engine: Engine
     sharding: Sharding
     items: tuple[Item, ...]
+    blocks: tuple[int | None, ...]
+    shares: tuple[tuple[int, int], ...]
     arriving: int = 0
 
     def ops(self, step: Step, worker: int = 0) -> tuple[Op, ...]:
@@ -54,7 +59,13 @@ class Lowered:
         if not step.sequences:
             return ()
         own = step.share(self.sharding.dp)
-        return tuple(op for item in self.items for op in item.ops(self.engine, own, worker))
+        return tuple(op for i in range(len(self.items)) for op in self._ops(i, own, worker))
+
+    def _ops(self, index: int, own: Step, worker: int) -> Iterator[Op]:
+        """Ops of an item; ``own`` is the worker's part of the step."""
+        part, whole = self.shares[index]
+        for op in self.items[index].ops(self.engine, own, worker):
+            yield op if part == whole else replace(op, count=op.count * part // whole)
 
     def by_worker(self, step: Step) -> tuple[tuple[Op, ...], ...]:
         """The ops of each worker, the fullest first; one entry where all do the same."""
@@ -64,10 +75,10 @@ class Lowered:
         own, workers = step.share(s.dp), range(s.tp * s.dp)
         # All but the experts is the same for everyone.
         parts = [
-            [tuple(item.ops(self.engine, own, w)) for w in workers]
+            [tuple(self._ops(i, own, w)) for w in workers]
             if isinstance(item, Experts)
-            else [tuple(item.ops(self.engine, own, 0))] * len(workers)
-            for item in self.items
+            else [tuple(self._ops(i, own, 0))] * len(workers)
+            for i, item in enumerate(self.items)
         ]
         return tuple(tuple(op for part in parts for op in part[w]) for w in workers)
 
@@ -138,8 +149,16 @@ def lower(
                 f"{spec.name}: found {redundant_experts} redundant experts with ep={sharding.ep}; "
                 f"allowed: 0 to {experts}, and more than 0 with ep above 1"
             )
-    items = _Lowering(spec, engine, sharding, _routing(spec, routing), redundant_experts).run()
-    return Lowered(spec=spec, engine=engine, sharding=sharding, items=items)
+    walk = _Lowering(spec, engine, sharding, _routing(spec, routing), redundant_experts)
+    items, blocks = walk.run()
+    return Lowered(
+        spec=spec,
+        engine=engine,
+        sharding=sharding,
+        items=items,
+        blocks=blocks,
+        shares=((1, 1),) * len(items),
+    )
 
 
 def _routing(spec: Spec, asked: str | None) -> Routing | None:
@@ -223,6 +242,7 @@ class _Rowwise:
         yield _op(engine, step.mode, self.key, sizes, name=name, dtype=dtype, count=count)
 
 
+@lru_cache(maxsize=256)
 def moved(kind: str, dtype: str, values: float, workers: int, count: int) -> Item:
     """``count`` tensors of so many values a token that go between the stages of a pipeline."""
     return _Rowwise(
@@ -416,19 +436,23 @@ class _Lowering:
         einsums = [e for b in spec.blocks for e in b.cascade if e.einsum is not None]
         self._logits = einsums[-1] if einsums else None
 
-    def run(self) -> tuple[Item, ...]:
-        for block in self._spec.blocks:
+    def run(self) -> tuple[tuple[Item, ...], tuple[int | None, ...]]:
+        """The items in order, and the block of each."""
+        blocks: list[int | None] = []
+        for index, block in enumerate(self._spec.blocks):
             for group in groups(self._spec, self._engine, block):
                 splits = [self._enter(e, block) for e in group.members]
                 if not all(e.op in self._engine.absorbed for e in group.members):
                     self._kernel(group, block, splits)
                 for entry, split in zip(group.members, splits, strict=True):
                     self._leave(entry, block, split)
+            blocks += [index] * (len(self._items) - len(blocks))
         attention = next((i for i in self._items if isinstance(i, _Attention)), None)
         if attention is not None and "prepare" in self._engine.kernels:
             dtype = self._spec.precision.activations
             self._items.insert(0, _Prepare(dtype=dtype, head_dim=attention.head_dim))
-        return tuple(self._items)
+            blocks.insert(0, None)
+        return tuple(self._items), tuple(blocks)
 
     # -- tensors and collectives
 

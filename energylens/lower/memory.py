@@ -90,12 +90,12 @@ def _weight_values(entry: Entry, sizes: Mapping[str, int]) -> int:
 
 def _activations_bytes(lowered: Lowered, workload: Workload, modes: Mapping[Phase, Mode]) -> float:
     full = workload.prompt_len + workload.gen_len
-    prefill = Step.prefill(
-        workload.batch, workload.prompt_len, modes.get(Phase.PREFILL, Mode.EAGER)
-    )
-    serving = lowered.engine.serving
-    if prefill.mode is Mode.SERVING and serving is not None:
-        prefill = chunked(prefill, serving.offline_batch_tokens * lowered.sharding.dp)[0]
+    mode, serving = modes.get(Phase.PREFILL, Mode.EAGER), lowered.engine.serving
+    prefill = Step.prefill(workload.batch, workload.prompt_len, mode)
+    if mode is Mode.SERVING and serving is not None:
+        limit = serving.offline_batch_tokens * lowered.sharding.dp
+        begun = min(workload.batch, limit // workload.prompt_len + 1)
+        prefill = chunked(Step.prefill(begun, workload.prompt_len, mode), limit)[0]
     steps = (
         prefill,
         Step.decode(workload.batch, full, modes.get(Phase.DECODE, Mode.EAGER)),

@@ -1,13 +1,14 @@
 """How a pipeline splits the layers of a model, and what goes from one stage to the next.
 
 Every stage is a model of its own: some of the layers, what comes before them on the first stage,
-what comes after them on the last. So it is lowered, held in memory and priced as any model is.
+what comes after them on the last. So it is held in memory and priced as any model is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
 from energylens.lower.kernels import Lowered, lower, moved
 from energylens.lower.shard import entry_ranks, product
@@ -26,31 +27,25 @@ def partition(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(each + (stages - 1 - left <= i < stages - 1) for i in range(stages))
 
 
-def stage_specs(spec: Spec, stages: int) -> tuple[Spec, ...] | Infeasible:
-    """The model of each stage.
-
-    A tied weight whose other owner is on another stage is there a second time.
-    """
-    if stages == 1:
-        return (spec,)
+def repeats(spec: Spec, stages: int) -> tuple[tuple[int, ...], ...] | Infeasible:
+    """How often each stage executes each block of the model, [stages][blocks]."""
     layers = [i for i, b in enumerate(spec.blocks) if _is_layer(b)]
     total = sum(spec.blocks[i].repeat for i in layers)
     if stages > total:
         return Infeasible(reason=f"{spec.name}: pp={stages} is more than its {total} layers")
-    begins = [0, *(spec.blocks[i].repeat for i in layers)]
-    for i in range(1, len(begins)):
-        begins[i] += begins[i - 1]
-    found, start = [], 0
-    for stage, count in enumerate(partition(total, stages)):
-        blocks = [
-            replace(spec.blocks[block], repeat=own)
-            for block, first, last in zip(layers, begins, begins[1:], strict=False)
-            if (own := min(last, start + count) - max(first, start)) > 0
-        ]
-        start += count
-        before = spec.blocks[: layers[0]] if stage == 0 else ()
-        after = spec.blocks[layers[-1] + 1 :] if stage == stages - 1 else ()
-        found.append(replace(spec, blocks=_untied((*before, *blocks, *after))))
+    ends = accumulate(spec.blocks[i].repeat for i in layers)
+    first = {i: end - spec.blocks[i].repeat for i, end in zip(layers, ends, strict=True)}
+    bounds = pairwise(accumulate(partition(total, stages), initial=0))
+    found = []
+    for stage, (start, end) in enumerate(bounds):
+        own = []
+        for i, b in enumerate(spec.blocks):
+            if i in first:
+                own.append(max(0, min(first[i] + b.repeat, end) - max(first[i], start)))
+            else:
+                home = 0 if i < layers[0] else stages - 1
+                own.append(b.repeat if stage == home else 0)
+        found.append(tuple(own))
     return tuple(found)
 
 
@@ -62,38 +57,56 @@ def lower_stages(
     routing: str | None = None,
     redundant_experts: int = 0,
 ) -> tuple[Lowered, ...] | Infeasible:
-    """Each stage of a configuration, lowered; one where there is no pipeline.
+    """Each stage of a configuration, lowered; see `lower` for the arguments, and `staged`."""
+    whole = lower(spec, engine, parallelism, routing=routing, redundant_experts=redundant_experts)
+    return whole if isinstance(whole, Infeasible) else staged(whole, parallelism.pp)
+
+
+def staged(whole: Lowered, pp: int) -> tuple[Lowered, ...] | Infeasible:
+    """The stages of a lowered model; stages that do the same are one and the same value.
 
     A stage ends with sending the engine's tensors, of which every worker of a tensor parallel group
-    sends its part; the next one begins with putting them together. Stages that do the same are one
-    and the same value. The arguments and errors are those of `lower`.
+    sends its part; the next one begins with putting them together.
     """
-    specs = stage_specs(spec, parallelism.pp)
-    if isinstance(specs, Infeasible):
-        return specs
-    pp, tensors = parallelism.pp, engine.pipeline_tensors
-    if pp > 1 and not tensors:
+    if pp == 1:
+        return (whole,)
+    spec, tensors, tp = whole.spec, whole.engine.pipeline_tensors, whole.sharding.tp
+    if not tensors:
         return Infeasible(
-            reason=f"engine {engine.name} has no pipeline parallelism; use tp or replicas, or pp=1"
+            reason=f"engine {whole.engine.name} has no pipeline parallelism; use tp or replicas, "
+            "or pp=1"
         )
-    width = _width(specs[0]) if pp > 1 else 0
+    counts = repeats(spec, pp)
+    if isinstance(counts, Infeasible):
+        return counts
+    width, dtype = _width(spec), spec.precision.activations
+    gather = moved("all_gather", dtype, width, tp, tensors)
+    send = moved("send", dtype, width / tp, 2, tensors)
     known: dict[tuple[object, ...], Lowered] = {}
     found = []
-    for i, own in enumerate(specs):
-        key = (tuple((b.name, b.repeat) for b in own.blocks), i == 0, i == pp - 1)
+    for stage, own in enumerate(counts):
+        key = own, stage == 0
         if key not in known:
-            lowered = lower(
-                own, engine, parallelism, routing=routing, redundant_experts=redundant_experts
-            )
-            if isinstance(lowered, Infeasible):
-                return lowered
-            tp, dtype = lowered.sharding.tp, spec.precision.activations
-            first = [moved("all_gather", dtype, width, tp, tensors)] if i and tp > 1 else []
-            last = [moved("send", dtype, width / tp, 2, tensors)] if i < pp - 1 else []
+            items = [
+                (
+                    item,
+                    block,
+                    (own[block], spec.blocks[block].repeat) if block is not None else (1, 1),
+                )
+                for item, block in zip(whole.items, whole.blocks, strict=True)
+                if block is None or own[block]
+            ]
+            if stage and tp > 1:
+                items.insert(0, (gather, None, (1, 1)))
+            if stage < pp - 1:
+                items.append((send, None, (1, 1)))
             known[key] = replace(
-                lowered,
-                items=(*first, *lowered.items, *last),
-                arriving=width * tensors if i else 0,
+                whole,
+                spec=_stage_spec(spec, own),
+                items=tuple(item for item, _, _ in items),
+                blocks=tuple(block for _, block, _ in items),
+                shares=tuple(share for _, _, share in items),
+                arriving=width * tensors if stage else 0,
             )
         found.append(known[key])
     return tuple(found)
@@ -104,21 +117,27 @@ def _is_layer(block: Block) -> bool:
     return block.repeat > 1 or any(e.cache or "t" in entry_ranks(e) for e in block.cascade)
 
 
-def _untied(blocks: Sequence[Block]) -> tuple[Block, ...]:
+def _stage_spec(spec: Spec, counts: Sequence[int]) -> Spec:
+    """The model that a stage holds; a tied weight without its other owner is there once more."""
+    blocks = [replace(b, repeat=n) for b, n in zip(spec.blocks, counts, strict=True) if n]
     stored = {a.tensor for b in blocks for e in b.cascade if not e.tied for a in e.accesses}
-    return tuple(
-        replace(
-            b,
-            cascade=tuple(
-                replace(e, tied=None) if e.tied is not None and e.tied not in stored else e
-                for e in b.cascade
-            ),
-        )
-        for b in blocks
+    return replace(
+        spec,
+        blocks=tuple(
+            replace(
+                b,
+                cascade=tuple(
+                    replace(e, tied=None) if e.tied is not None and e.tied not in stored else e
+                    for e in b.cascade
+                ),
+            )
+            for b in blocks
+        ),
     )
 
 
-def _width(stage: Spec) -> int:
+def _width(spec: Spec) -> int:
     """Values of a token between two layers: those of the last contraction's output."""
-    outputs = [e.einsum.output for e in stage.blocks[-1].cascade if e.einsum is not None]
-    return product(outputs[-1].ranks, stage.ranks)
+    last = [b for b in spec.blocks if _is_layer(b)][-1]
+    outputs = [e.einsum.output for e in last.cascade if e.einsum is not None]
+    return product(outputs[-1].ranks, spec.ranks)

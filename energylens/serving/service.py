@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from energylens.cost.bundle import Bundle, select
 from energylens.errors import OutOfRangeError, SpecError
 from energylens.lower import Lowered, lower, memory
-from energylens.predict import machine, predict
+from energylens.machine import StepSums, machine
+from energylens.predict import predict
 from energylens.results import (
     Anchors,
     CacheUse,
@@ -182,8 +183,10 @@ class _Service:
             link=self.link,
         )
 
+        sums = StepSums(priced.model)
+
         def price(steps: Sequence[Step]) -> tuple[Array, Array]:
-            latency, energy = priced.price((lowered,), steps)
+            latency, energy = priced.price(sums, (lowered,), steps)
             return latency[:, 0], energy[:, 0]
 
         return Replica(

@@ -76,6 +76,7 @@ def exactly(frontier: Frontier, batch: int, parallelism: Parallelism) -> Predict
 UNPRICED = [name for name in OBJECTIVES if not name.startswith(("cost", "carbon"))]
 
 CASES = [
+    ("llama3_8b", "vllm", 4, (1, 3, 40), 5000, 20),
     ("llama3_8b", "vllm", 2, (1, 2, 7, 8, 9, 33, 64), 1024, 128),
     ("llama3_8b", "vllm", 3, (1, 3, 17, 60, 61), 777, 3),
     ("llama3_8b", "hf", 2, (1, 8, 9), 512, 64),
@@ -133,6 +134,47 @@ def test_the_table_is_as_good_as_it_says(spec: str, prompt: int, gen: int) -> No
     for c in rows[:: len(rows) // 8]:
         for name, (value, _, _) in exact_values(exactly(f, c.batch, c.parallelism)).items():
             assert c.values[name] == pytest.approx(value, rel=TABLE_ERROR), (c.id, name)
+
+
+@pytest.mark.parametrize("prompt", [333, 20000])
+def test_the_table_is_as_good_for_pipelines(prompt: int) -> None:
+    space = SearchSpace(batches=range(1, 70), tp=(1, 2), pp=(2, 3, 4))
+    f = found(gpus=8, prompt_len=prompt, gen_len=30, space=space, exact=1)
+    rows = [c for c in f.configs if not c.exact]
+    for c in rows[:: len(rows) // 12]:
+        for name, (value, _, _) in exact_values(exactly(f, c.batch, c.parallelism)).items():
+            assert c.values[name] == pytest.approx(value, rel=TABLE_ERROR), (c.id, name)
+    assert any("as many parts of the batch in flight" in note for note in f.notes)
+
+
+def test_pipelines_of_any_degree_are_tried_and_launched(capsys: Capture) -> None:
+    f = found("llama3_70b", gpus=8, space=SearchSpace(batches=(16,), tp=(2,)))
+    assert {c.parallelism.pp: (c.parallelism.replicas, c.unused_gpus) for c in f.configs} == {
+        1: (4, 0),
+        2: (2, 0),
+        3: (1, 2),
+        4: (1, 0),
+    }
+    deep = next(c for c in f.configs if c.parallelism.pp == 4)
+    assert deep.id == "tp2-ep1-dp1-pp4-b16"
+    command = launch_command(f, deep)
+    assert command is not None
+    assert "--tensor-parallel-size 2 --pipeline-parallel-size 4 --max-num-seqs 16 " in command
+    words = ["explore", "llama3_70b", "--gpus", "8", "--batch", "16", "--tp", "2", "--pp", "4"]
+    assert main([*words, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    again = document["picks"][0]["predict"].split()[1:]
+    assert "--pp 4 --microbatches 4 --batch 16" in " ".join(again)
+    assert main([*again, "--json"]) == 0
+    predicted = json.loads(capsys.readouterr().out)
+    assert predicted["tpot_s"] == document["configs"][0]["tpot_s"]
+
+
+def test_an_engine_without_pipelines_has_none() -> None:
+    f = found(engine="hf", gpus=8, space=SearchSpace(batches=(1,)))
+    assert {c.parallelism.pp for c in f.configs} == {1}
+    with pytest.raises(SpecError, match="no layout asked for fits on 2 GPUs"):
+        search(space=SearchSpace(pp=(4,)))
 
 
 def test_a_limited_search_knows_the_best_exactly_and_the_rest_from_the_table() -> None:

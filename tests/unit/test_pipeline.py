@@ -15,8 +15,9 @@ from energylens.cli import main
 from energylens.cost.bundle import select
 from energylens.errors import OutOfRangeError
 from energylens.lower import Lowered, fullest, lower, lower_stages, memory, parameters
-from energylens.lower.stages import partition, stage_specs
-from energylens.predict import Catalogue, machine, microbatches, predict
+from energylens.lower.stages import partition
+from energylens.machine import StepSums, machine
+from energylens.predict import Catalogue, microbatches, predict
 from energylens.results import (
     Anchors,
     BoardAnchor,
@@ -96,8 +97,7 @@ def test_no_layer_is_lost(layers: int, count: int) -> None:
 @pytest.mark.parametrize("spec", [LLAMA, MOE])
 @pytest.mark.parametrize("pp", [2, 3, 8])
 def test_the_weights_of_the_stages_are_those_of_the_model(spec: Spec, pp: int) -> None:
-    specs = stage_specs(spec, pp)
-    assert not isinstance(specs, Infeasible)
+    specs = [s.spec for s in stages(spec, pp=pp)]
     assert sum(map(parameters, specs)) == parameters(spec)
     whole = memory(stages(spec)[0], Workload(), H200)
     held = [memory(s, Workload(), H200) for s in stages(spec, pp=pp)]
@@ -108,8 +108,7 @@ def test_the_weights_of_the_stages_are_those_of_the_model(spec: Spec, pp: int) -
 
 
 def test_a_tied_weight_is_held_on_both_ends() -> None:
-    specs = stage_specs(TIED, 2)
-    assert not isinstance(specs, Infeasible)
+    specs = [s.spec for s in stages(TIED, pp=2)]
     embedding = TIED.ranks["v"] * TIED.ranks["m"]
     assert sum(map(parameters, specs)) == parameters(TIED) + embedding
 
@@ -123,8 +122,7 @@ def test_layers_of_several_kinds_stay_in_order() -> None:
         replace(layer, name="last", repeat=5),
         LLAMA.blocks[2],
     )
-    specs = stage_specs(replace(LLAMA, blocks=blocks), 4)
-    assert not isinstance(specs, Infeasible)
+    specs = [s.spec for s in stages(replace(LLAMA, blocks=blocks), pp=4)]
     assert [[(b.name, b.repeat) for b in s.blocks] for s in specs] == [
         [("embedding", 1), ("first", 2)],
         [("first", 1), ("single", 1)],
@@ -157,6 +155,17 @@ def test_stages_that_do_the_same_are_one_value() -> None:
     first, second, third, last = stages(LLAMA, pp=4)
     assert second is third
     assert len({id(s) for s in (first, second, last)}) == 3
+
+
+@pytest.mark.parametrize("spec", [LLAMA, MOE])
+@pytest.mark.parametrize("pp", [3, 5])
+def test_a_stage_does_what_its_own_model_does(spec: Spec, pp: int) -> None:
+    for own in stages(spec, tp=2, ep=1, pp=pp):
+        alone = lower(own.spec, VLLM, Parallelism(tp=2))
+        assert isinstance(alone, Lowered)
+        for step in (Step.prefill(3, 500, Mode.SERVING), Step.decode(7, 900.5, Mode.SERVING)):
+            between = ("stage_all_gather", "stage_send")
+            assert [op for op in own.ops(step) if op.name not in between] == list(alone.ops(step))
 
 
 def test_what_has_no_pipeline_says_so() -> None:
@@ -388,8 +397,9 @@ def test_many_steps_are_priced_on_every_stage_as_one_by_one() -> None:
         link=CATALOGUE.link(H200, 8),
     )
     steps = [Step.decode(33, 700.0, Mode.SERVING), Step.prefill(2, 1500, Mode.SERVING)]
+    sums = StepSums(priced.model)
     for lone in (False, True):
-        latency, energy = priced.price(own, steps, lone=lone)
+        latency, energy = priced.price(sums, own, steps, lone=lone)
         for i, step in enumerate(steps):
             turns = priced.turns(own, step, frozenset(), lone=lone)
             assert latency[i] == pytest.approx([t.latency_s for t in turns], rel=1e-9)

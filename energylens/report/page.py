@@ -80,7 +80,7 @@ def _data(f: Frontier, predict_command: PredictCommand) -> dict[str, Any]:
         {"name": name, "value": OBJECTIVES[name][0], "sign": OBJECTIVES[name][1]}
         for name in f.objectives
     ]
-    across = [o["value"] for o in objectives[1:]] + ["tpot_s", "ttft_s"]
+    across = [o["value"] for o in objectives[1:] if o["value"] != "gpus"] + ["tpot_s", "ttft_s"]
     up = objectives[0]["value"]
     return {
         "heading": f"{f.spec} on {pool_names(f)}",

@@ -355,6 +355,7 @@ def test_other_objectives_and_single_tokens_have_a_page_too(tmp_path: Path) -> N
         page.open(file)
         assert [f.configs[i].id for i in front(page)] == [c.id for c in f.front]
         assert page.run("document.getElementById('axis-x').value") == "ttft_s"
+        assert "null" not in page.run("document.body.innerText")
         assert page.complaints == []
 
 

@@ -212,7 +212,7 @@
     const options = base();
     const room = (name) => {  // so that no point lies on the edge
       const [low, high] = range(plottable.map((c) => value(c, name)));
-      const edge = Math.max(1.01, (high / low) ** 0.04);
+      const edge = high / low < 1.5 ? 1.5 : (high / low) ** 0.04;
       return plottable.length ? { min: low / edge, max: high * edge } : {};
     };
     options.scales = { x: { ...axis(fields.get(x)), ...room(x) }, y: { ...axis(fields.get(y)), ...room(y) } };
@@ -319,7 +319,7 @@
       const [c] = found, ends = interval(c, o.value);
       const tied = [...view.marks.values()].filter((m) => m.tied.includes(o.name)).length;
       card.append(make("p", { class: "big" }, shown(c, o.value)), make("p", {}, title(c)));
-      card.append(make("p", { class: "hint" }, `${data.level} interval ${ends}; ${tied ? `${tied} more tied with it` : "no other one tied with it"}`));
+      card.append(make("p", { class: "hint" }, `${ends ? `${data.level} interval ${ends}; ` : ""}${tied ? `${tied} more tied with it` : "no other one tied with it"}`));
       return card;
     }));
   };
@@ -421,6 +421,7 @@
       Object.assign(input, { min: smallest, max: largest, value: state[key] });
       input.oninput = () => { if (input.value !== "") { state[key] = Number(input.value); update(); } };
     }
+    $("limits").parentElement.hidden = limits.length === 0;
     $("limits").replaceChildren(...limits.map((limit) => {
       const input = make("input", { type: "range", min: 0, max: 1000, "data-limit": limit.name }), output = make("output");
       input.value = slider(limit);

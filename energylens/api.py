@@ -242,6 +242,7 @@ def explore(
     carbon_g_per_kwh: float | None = None,
     top: int = 20,
     contexts: Iterable[int] = (),
+    disaggregate: bool = False,
     power_limit_w: float | None = None,
     routing: str | None = None,
     anchors: Anchors | Named | Sequence[Named] | None = None,
@@ -275,6 +276,7 @@ def explore(
         carbon_g_per_kwh: grams of CO2-equivalent of a kWh from the grid.
         top: most configurations to predict exactly, of each kind of device.
         contexts: at which a decode step of the exactly predicted part of the front is priced, too.
+        disaggregate: try prefill and decode on GPUs of their own, too.
         power_limit_w: of each board, the calibration's by default.
         routing: how tokens choose experts, the spec's own way by default.
         anchors: of the boards and their host, as for `setting`.
@@ -337,6 +339,7 @@ def explore(
             ),
             exact=top,
             contexts=tuple(contexts),
+            disaggregate=disaggregate,
             power_limit_w=power_limit_w,
             routing=routing,
             bundles=s.bundles,

@@ -487,6 +487,29 @@ class ContextPoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillPool:
+    """Instances of their own that prefill, where others decode.
+
+    Attributes:
+        parallelism, batch: degrees, and prompts of a prefill; the replicas are the instances.
+        utilisation: share of the time in which they prefill.
+        transfer_bytes, transfer_s: KV cache of one request, and how long it is on its way.
+    """
+
+    parallelism: Parallelism
+    batch: int
+    utilisation: float
+    transfer_bytes: float
+    transfer_s: float
+
+    @property
+    def name(self) -> str:
+        """Degrees, instances and batch in words."""
+        p = self.parallelism
+        return f"{p.layout}, replicas={p.replicas}, batch={self.batch}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredConfig:
     """One configuration of a search that fits the memory.
 
@@ -494,6 +517,7 @@ class ScoredConfig:
         id: names it within the search.
         pool: GPUs that it runs on.
         parallelism, batch: degrees, and sequences of each replica.
+        prefill: who prefills, where ``parallelism`` and ``batch`` are those of decoding alone.
         values: quantities by name, the unit in the name; what does not exist (the time per output
             token of one token) is absent. Costs are in the currency of the prices.
         intervals: of the same at the search's level; empty unless exact.
@@ -525,11 +549,13 @@ class ScoredConfig:
     tied_on: tuple[str, ...] = ()
     prediction: Prediction | None = None
     by_context: tuple[ContextPoint, ...] = ()
+    prefill: PrefillPool | None = None
 
     @property
     def unused_gpus(self) -> int:
         """Left over where the replicas do not divide the GPUs given; not in any number."""
-        return self.pool.gpus - self.parallelism.gpus
+        prefill = self.prefill.parallelism.gpus if self.prefill else 0
+        return self.pool.gpus - self.parallelism.gpus - prefill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -602,6 +628,7 @@ class Frontier:
                 "pp": c.parallelism.pp,
                 "replicas": c.parallelism.replicas,
                 "batch": c.batch,
+                "prefill": c.prefill.name if c.prefill else None,
                 "unused_gpus": c.unused_gpus,
                 **{name: c.values.get(name) for name in names},
                 **{

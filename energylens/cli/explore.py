@@ -54,6 +54,10 @@ def explore(
     pp: Annotated[
         str | None, typer.Option(help="Pipeline parallel degrees [all that the GPUs allow].")
     ] = None,
+    disaggregate: Annotated[
+        bool,
+        typer.Option("--disaggregate", help="Try prefill and decode on GPUs of their own, too."),
+    ] = False,
     device: Annotated[
         str,
         typer.Option(
@@ -155,6 +159,7 @@ def explore(
         carbon_g_per_kwh=carbon_g_per_kwh,
         top=top,
         contexts=_contexts(prompt_len + gen_len) if html else (),
+        disaggregate=disaggregate,
         power_limit_w=check_positive("--power-limit", power_limit),
         routing=routing,
         anchors=load_anchors(anchor),

@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 
 from energylens.cost.bundle import Bundle, select
 from energylens.cost.model import Key
+from energylens.cost.roofline import LINK_EFFICIENCY
 from energylens.errors import OutOfRangeError, SpecError
+from energylens.explore.disaggregate import NOTE, Disaggregation, Found
 from energylens.explore.front import (
     LIMITED,
     OBJECTIVES,
@@ -21,6 +23,7 @@ from energylens.explore.front import (
     Choice,
     Table,
     exact_values,
+    placed,
     scored_configs,
 )
 from energylens.explore.layout import Layout
@@ -128,6 +131,7 @@ def explore(
     prices: Prices = Prices(),
     exact: int = 20,
     contexts: Sequence[int] = (),
+    disaggregate: bool = False,
     power_limit_w: float | None = None,
     routing: str | None = None,
     bundles: Sequence[Bundle] = (),
@@ -150,6 +154,7 @@ def explore(
         exact: most configurations to predict exactly. Where more are candidates for the front,
             these are the best by each objective and others spread evenly along it.
         contexts: at which a decode step of the exactly predicted part of the front is priced, too.
+        disaggregate: try pairs of layouts, too, of which one prefills and the other one decodes.
         power_limit_w: of each board, the calibration's by default.
         routing: how tokens choose experts, the spec's own way by default.
         bundles: calibrations, as for `energylens.predict.predict`.
@@ -171,7 +176,7 @@ def explore(
             f"a power limit of {power_limit_w:g} W: {device.name} allows up to "
             f"{device.power_limit_w:g} W"
         )
-    search = _Search(
+    search = Search(
         spec=spec,
         engine=engine.on(device),
         device=device,
@@ -196,9 +201,10 @@ def explore(
         prices=prices,
     )
     search.refine(chosen)
-    if not chosen.known:
+    pairs = Disaggregation(search, chosen).found(search.pool) if disaggregate else Found()
+    if not chosen.known and not pairs.configs:
         return Infeasible(reason=search.nothing_meets(chosen))
-    return search.frontier(chosen)
+    return search.frontier(chosen, pairs)
 
 
 def _check(
@@ -229,7 +235,7 @@ def _check(
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Search:
+class Search:
     """A model, what it may run on, and what was counted on the way."""
 
     spec: Spec
@@ -269,7 +275,7 @@ class _Search:
             layout = Layout(
                 stages=stages,
                 sums=sums,
-                machine=self._machine(parallelism),
+                machine=self.machine(parallelism),
                 parallelism=parallelism,
                 workload=self.workload,
             )
@@ -288,7 +294,8 @@ class _Search:
         )
         return table, nearest
 
-    def _machine(self, parallelism: Parallelism) -> Machine:
+    def machine(self, parallelism: Parallelism) -> Machine:
+        """Prices of a layout's steps."""
         return machine(
             self.device,
             workers=parallelism.workers,
@@ -305,7 +312,7 @@ class _Search:
         What all of them have in common is lowered and priced once.
         """
         fits = False
-        model, costs = self._machine(Parallelism()).model, dict[Key, Array]()
+        model, costs = self.machine(Parallelism()).model, dict[Key, Array]()
         last: tuple[Parallelism, Lowered | Infeasible, StepSums] | None = None
         for tp, ep, dp, pp in self.space.layouts(self.spec, self.engine, self.gpus):
             if tp * dp * pp > self.gpus:
@@ -358,20 +365,7 @@ class _Search:
         while rows := chosen.next_rows():
             for row in rows:
                 parallelism, batch = table.parallelism[table.layout[row]], int(table.batch[row])
-                result = predict(
-                    self.spec,
-                    engine=self.engine,
-                    device=self.device,
-                    config=replace(
-                        self.config,
-                        parallelism=parallelism,
-                        microbatches=min(parallelism.pp, batch),
-                    ),
-                    workload=self._workload(batch),
-                    bundles=self.bundles,
-                    anchors=self.anchors,
-                    link=self.link,
-                )
+                result = self.exactly(parallelism, batch)
                 chosen.exact[row] = result
                 if isinstance(result, Infeasible):
                     table.runs[row] = False
@@ -379,6 +373,40 @@ class _Search:
                     continue
                 for name, (value, _, _) in exact_values(result, self.prices).items():
                     table.values[name][row] = value
+
+    def exactly(
+        self, parallelism: Parallelism, batch: int, phases: Sequence[Phase] = tuple(Phase)
+    ) -> Prediction | Infeasible:
+        """The prediction of a layout at a batch."""
+        return predict(
+            self.spec,
+            engine=self.engine,
+            device=self.device,
+            config=replace(
+                self.config, parallelism=parallelism, microbatches=min(parallelism.pp, batch)
+            ),
+            workload=self._workload(batch),
+            bundles=self.bundles,
+            anchors=self.anchors,
+            phases=phases,
+            link=self.link,
+        )
+
+    @property
+    def pool(self) -> Pool:
+        """The GPUs that are searched."""
+        serving = self.engine.serving
+        return Pool(
+            device=self.device.name,
+            gpus=self.gpus,
+            batch_tokens=serving.offline_batch_tokens if serving else None,
+            captured_tokens=max(serving.capture_sizes) if serving else None,
+        )
+
+    @property
+    def link_w(self) -> float:
+        """Above-idle power of a board with its links awake; 0 where nobody measured it."""
+        return self.machine(Parallelism()).laws.link_w
 
     def nothing_runs(self, nearest: Memory | None) -> str:
         """Why no configuration can run, and what comes closest."""
@@ -418,38 +446,40 @@ class _Search:
             f"{table.batch[row]}, which misses {' and '.join(missed)}"
         )
 
-    def frontier(self, chosen: Choice) -> Frontier:
-        """The result, once the front is known."""
-        predictions = [p for p in chosen.exact.values() if isinstance(p, Prediction)]
-        serving = self.engine.serving
+    def frontier(self, chosen: Choice, pairs: Found) -> Frontier:
+        """The result, once the front is known; with disaggregated layouts, where there are any."""
+        configs = scored_configs(chosen, self.pool)
+        if pairs.configs:
+            configs = placed([*configs, *pairs.configs], chosen.objectives)
+        predictions = [c.prediction for c in configs if c.prediction is not None]
         notes = dict.fromkeys(note for p in predictions for note in p.notes)
         if any(p.pp > 1 for p in chosen.table.parallelism):
             notes[_IN_FLIGHT] = None
+        if pairs.configs:
+            watts = f"{self.link_w:.0f} W a GPU" if self.link_w else "not known, not counted"
+            notes[NOTE.format(efficiency=LINK_EFFICIENCY, watts=watts)] = None
         excess, constraints = chosen.excess, tuple(chosen.constraints)
         over = (excess > 0) & chosen.table.runs[:, None]
-        missed = {name: int(over[:, j].sum()) for j, name in enumerate(constraints)}
+        missed = {
+            name: int(over[:, j].sum()) + pairs.filtered_by.get(name, 0)
+            for j, name in enumerate(constraints)
+        }
         infeasible = sum(self.infeasible.values())
-        pool = Pool(
-            device=self.device.name,
-            gpus=self.gpus,
-            batch_tokens=serving.offline_batch_tokens if serving else None,
-            captured_tokens=max(serving.capture_sizes) if serving else None,
-        )
         return Frontier(
             spec=self.spec.name,
             source_id=self.spec.source,
             engine=self.engine.name,
-            pools=(pool,),
+            pools=(self.pool,),
             prompt_len=self.workload.prompt_len,
             gen_len=self.workload.gen_len,
             objectives=chosen.objectives,
             constraints=MappingProxyType(dict(chosen.constraints)),
             prices=MappingProxyType(self.prices.given()),
-            configs=tuple(self._at_contexts(c) for c in scored_configs(chosen, pool)),
+            configs=tuple(self._at_contexts(c) for c in configs),
             counts=SearchCounts(
-                tried=int(chosen.table.runs.sum()) + infeasible,
+                tried=int(chosen.table.runs.sum()) + infeasible + pairs.tried,
                 infeasible=infeasible,
-                filtered=int((chosen.table.runs & ~chosen.meets).sum()),
+                filtered=int((chosen.table.runs & ~chosen.meets).sum()) + pairs.filtered,
                 infeasible_by=MappingProxyType(dict(self.infeasible)),
                 filtered_by=MappingProxyType(missed),
             ),

@@ -14,6 +14,7 @@ from energylens.anchors import anchors_to_json
 from energylens.report.launch import PredictCommand, command_lines, commands
 from energylens.report.table import bundle_names, digits, memory, quantity, table
 from energylens.results import Frontier, Infeasible, ScoredConfig
+from energylens.spec.system import Parallelism
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -117,6 +118,15 @@ def _scored(c: ScoredConfig) -> dict[str, Any]:
         "device": c.pool.device,
         "parallelism": {**asdict(c.parallelism), "gpus": c.parallelism.gpus},
         "batch": c.batch,
+        "prefill": {
+            **asdict(c.prefill),
+            "parallelism": {
+                **asdict(c.prefill.parallelism),
+                "gpus": c.prefill.parallelism.gpus,
+            },
+        }
+        if c.prefill
+        else None,
         "unused_gpus": c.unused_gpus,
         **{name: value for name, value in c.values.items() if name != "gpus"},
         "intervals": {name: list(ends) for name, ends in c.intervals.items()} or None,
@@ -193,6 +203,10 @@ def _front_table(f: Frontier) -> Table:
         cells = [_cell(c.values[n], unit) for n, (_, unit) in columns.items()]
         device = [f"{c.pool.gpus} x {c.pool.device}"] if len(f.pools) > 1 else []
         degrees = [str(n) for n in (p.tp, p.ep, p.dp, p.pp, p.replicas, c.batch)]
+        if c.prefill is not None:
+            q = c.prefill.parallelism
+            first = (q.tp, q.ep, q.dp, q.pp, q.replicas, c.prefill.batch)
+            degrees = [f"{n}/{own}" for n, own in zip(first, degrees, strict=True)]
         rows.append((str(c.rank), *device, *degrees, *cells, ", ".join(marks)))
     names = (
         "rank",
@@ -311,14 +325,17 @@ def count_lines(f: Frontier) -> Iterator[str]:
 
 
 def layout_name(f: Frontier, config: ScoredConfig) -> str:
-    """``tp2 ep2 x 4``, after the GPUs where there are several kinds."""
-    parallelism = config.parallelism
+    """``tp2 ep2 x 4``, after who prefills for it, and the GPUs where there are several kinds."""
+    name, pool = _degrees(config.parallelism), config.pool
+    if config.prefill is not None:
+        name = f"prefill {_degrees(config.prefill.parallelism)} / decode {name}"
+    return name if len(f.pools) == 1 else f"{pool.gpus} x {pool.device}: {name}"
+
+
+def _degrees(parallelism: Parallelism) -> str:
     degrees = {n: d for n, d in asdict(parallelism).items() if d > 1 and n != "replicas"}
     name = " ".join(f"{n}{d}" for n, d in degrees.items()) or "tp1"
-    if parallelism.replicas > 1:
-        name += f" x {parallelism.replicas}"
-    pool = config.pool
-    return name if len(f.pools) == 1 else f"{pool.gpus} x {pool.device}: {name}"
+    return f"{name} x {parallelism.replicas}" if parallelism.replicas > 1 else name
 
 
 def _uncut(text: str) -> Table:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
-from energylens.results import Frontier, ScoredConfig
+from energylens.results import Frontier, PrefillPool, ScoredConfig
+from energylens.spec.system import Parallelism
+
+_HAND_OVER = """--kv-transfer-config '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'"""
+"""Option of an instance that hands KV caches to others, or gets them."""
 
 PredictCommand = Callable[[str], str]
 """Gives ``energylens predict SPEC …`` for a device."""
@@ -22,6 +26,8 @@ def commands(
     server, and ``profile`` measure what they are in truth.
     """
     serves = f.engine == "vllm"
+    if config.prefill is not None:
+        return _disaggregated(f, config, config.prefill, predict_command)
     return {
         "launch": launch_command(f, config),
         "sglang": _sglang(f, config) if serves else None,
@@ -36,14 +42,26 @@ def command_lines(
     f: Frontier, config: ScoredConfig, predict_command: PredictCommand
 ) -> dict[str, str]:
     """The commands as people read them, by a heading; where there is none, why, or no line."""
-    p, found = config.parallelism, commands(f, config, predict_command)
-    launch = found["launch"] or _no_launch(f)
-    if found["launch"] and p.replicas > 1:
+    found = commands(f, config, predict_command)
+
+    def launch(command: str | None, p: Parallelism) -> str:
+        if not command or p.replicas == 1:
+            return command or _no_launch(f)
         own = p.gpus // p.replicas
         each = f"{own} GPUs of its own" if own > 1 else "a GPU of its own"
-        launch += f"   # {p.replicas} of these, each on {each}"
+        return f"{command}   # {p.replicas} of these, each on {each}"
+
+    if config.prefill is not None:
+        return {
+            "launch, prefill": launch(found["launch_prefill"], config.prefill.parallelism),
+            "launch, decode": launch(found["launch"], config.parallelism),
+            "in front of both": "a proxy that sends a prompt to one that prefills, then to one "
+            "that decodes (vLLM's disaggregated prefilling)",
+            "check, prefill": found["predict_prefill"] or "",
+            "check, decode": found["predict"] or "",
+        }
     lines = {
-        "launch": launch,
+        "launch": launch(found["launch"], config.parallelism),
         "sglang, not calibrated": found["sglang"],
         "trtllm, not calibrated": found["trtllm"],
         "check": found["predict"],
@@ -51,6 +69,22 @@ def command_lines(
         "measure energy, too": found["profile"],
     }
     return {name: text for name, text in lines.items() if text}
+
+
+def _disaggregated(
+    f: Frontier, config: ScoredConfig, prefill: PrefillPool, predict_command: PredictCommand
+) -> dict[str, str | None]:
+    """The same of both pools; requests reach them through a proxy, which is not started here."""
+    decode = replace(config, prefill=None)
+    first = replace(decode, parallelism=prefill.parallelism, batch=prefill.batch)
+    launches = [launch_command(f, c) for c in (first, decode)]
+    handed = [f"{launch} {_HAND_OVER}" if launch else None for launch in launches]
+    return {
+        "launch_prefill": handed[0],
+        "launch": handed[1],
+        "predict_prefill": f"{_predict(f, first, predict_command)} --phase prefill",
+        "predict": _predict(f, decode, predict_command),
+    }
 
 
 def launch_command(f: Frontier, config: ScoredConfig) -> str | None:

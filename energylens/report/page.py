@@ -73,8 +73,8 @@ def _data(f: Frontier, predict_command: PredictCommand) -> dict[str, Any]:
     """What the page's script draws."""
     from energylens.explore.front import LIMITED, OBJECTIVES
 
-    layouts = {(c.pool, c.parallelism): layout_name(f, c) for c in f.configs}
-    numbers = {key: i for i, key in enumerate(layouts)}
+    numbers: dict[str, int] = {}
+    layouts = [numbers.setdefault(layout_name(f, c), len(numbers)) for c in f.configs]
     names = [name for name in _FIELDS if any(name in c.values for c in f.configs)]
     objectives = [
         {"name": name, "value": OBJECTIVES[name][0], "sign": OBJECTIVES[name][1]}
@@ -107,9 +107,9 @@ def _data(f: Frontier, predict_command: PredictCommand) -> dict[str, Any]:
             for name, (value, sign) in LIMITED.items()
             if value in names
         ],
-        "layouts": list(layouts.values()),
+        "layouts": list(numbers),
         "configs": {
-            "layout": [numbers[c.pool, c.parallelism] for c in f.configs],
+            "layout": layouts,
             "batch": [c.batch for c in f.configs],
             "values": {n: [_number(c.values.get(n)) for c in f.configs] for n in names},
         },

@@ -57,6 +57,7 @@ FLAGS = {
         "--ep",
         "--dp",
         "--pp",
+        "--disaggregate",
         "--device",
         "--engine",
         "--power-limit",

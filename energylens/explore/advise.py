@@ -206,9 +206,9 @@ def _modes(d: Deployment) -> Iterator[tuple[str, str, Deployment]]:
     """Other ways to launch the kernels of a step."""
     now = d.config.modes.get(Phase.DECODE) or d.engine.modes.get(Phase.DECODE, Mode.EAGER)
     if d.engine.serving is not None:  # its captured graphs serve both phases, or neither
-        others = {Mode.EAGER: (Phase.PREFILL, Phase.DECODE), Mode.SERVING: tuple(Phase)[:2]}
+        others = dict.fromkeys((Mode.EAGER, Mode.SERVING), (Phase.PREFILL, Phase.DECODE))
     else:
-        others = {Mode.EAGER: (Phase.DECODE,), Mode.CUDA_GRAPH: (Phase.DECODE,)}
+        others = dict.fromkeys((Mode.EAGER, Mode.CUDA_GRAPH), (Phase.DECODE,))
     for mode, phases in others.items():
         if mode is not now:
             modes = MappingProxyType({**d.config.modes, **dict.fromkeys(phases, mode)})

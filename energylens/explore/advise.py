@@ -205,6 +205,7 @@ def _precisions(d: Deployment) -> Iterator[tuple[str, str, Deployment | str]]:
 def _modes(d: Deployment) -> Iterator[tuple[str, str, Deployment]]:
     """Other ways to launch the kernels of a step."""
     now = d.config.modes.get(Phase.DECODE) or d.engine.modes.get(Phase.DECODE, Mode.EAGER)
+    others: dict[Mode, tuple[Phase, ...]]
     if d.engine.serving is not None:  # its captured graphs serve both phases, or neither
         others = dict.fromkeys((Mode.EAGER, Mode.SERVING), (Phase.PREFILL, Phase.DECODE))
     else:

@@ -25,6 +25,8 @@ from energylens.schedule import (
     StepResult,
     Waiting,
     Worker,
+    kernel_result,
+    paces,
     step,
     totals,
 )
@@ -32,6 +34,7 @@ from energylens.spec.system import Device, Link, Mode, Step
 
 Array = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
+IntArray = NDArray[np.int64]
 
 # Between boards nobody has measured of a device nobody has calibrated: streaming power of four
 # H200s spread by 7 %.
@@ -96,12 +99,15 @@ class Machine:
             stage: of the pipeline.
         """
         costs = self.model.costs(ops)
-        by_worker = [costs, *(self.model.costs(o) for o in others)]
+        known = dict(zip((op.key for op in ops), costs, strict=True))
+        new = {op.key: op for own in others for op in own if op.key not in known}
+        known |= zip(new, self.model.costs(list(new.values())), strict=True)
+        by_worker = [costs, *([known[op.key] for op in own] for own in others)]
         laws, spread = self.laws, self.spread
         result = step(
             ops,
             costs,
-            self._workers(by_worker, stage),
+            self._workers(ops, by_worker, stage),
             constants=self._constants,
             spreads=Spreads(
                 memory_power=spread.memory_power,
@@ -141,8 +147,7 @@ class Machine:
             if alike < stage:
                 latency[:, stage], energy[:, stage] = latency[:, alike], energy[:, alike]
                 continue
-            found = sums.of(lowered, steps)
-            boards = self._of(stage)
+            found, boards = sums.of(lowered, steps), self._of(stage)
             hosts = [
                 self._host(shape, launches, step.mode, lone, stage)
                 for step, shape, launches in zip(steps, found.shapes, found.launches, strict=True)
@@ -153,9 +158,10 @@ class Machine:
                     for step, h in zip(steps, hosts, strict=True)
                 ]
             ).reshape(-1, 2)
+            idle_w = np.array([b.idle_w for b in boards])
             latency[:, stage], energy[:, stage] = totals(
-                found.on(boards, self.laws.gap_s),
-                np.array([b.idle_w for b in boards]),
+                self._kernels(found, boards, idle_w),
+                idle_w,
                 self.cap_w,
                 self._constants,
                 step_s=host[:, 0],
@@ -163,6 +169,16 @@ class Machine:
                 linked=found.linked | (self.stages > 1),
             )
         return latency, energy
+
+    def _kernels(self, found: SummedSteps, boards: Sequence[Board], idle_w: Array) -> Kernels:
+        """The sums on the boards of a stage, the slowest of which are the fullest, as in a step."""
+        gap_s = self.laws.gap_s
+        if found.moments.shape[1] == 1:
+            return found.on(boards, gap_s)
+        fullest = found.first.on(boards, gap_s)
+        time, energy = paces(fullest, idle_w, self.cap_w, self._constants, found.linked)
+        slowest_first = np.lexsort((-energy, -time))
+        return found.spread(slowest_first).on(boards, gap_s)
 
     def _alike(self, stages: Sequence[Lowered], stage: int) -> int:
         """The first stage that does the same on the same boards; the host forms steps for one."""
@@ -201,15 +217,28 @@ class Machine:
             for boards in map(self._of, range(self.stages))
         )
 
-    def _workers(self, by_worker: Sequence[Sequence[Cost]], stage: int = 0) -> list[Worker]:
-        """A stage's boards, with the costs of the ops on each; one list of costs stands for all."""
-        workers = []
-        for i, b in enumerate(self._of(stage)):
-            latency_s, energy_j = b.localise(by_worker[i if len(by_worker) > 1 else 0])
-            workers.append(
-                Worker(idle_w=b.idle_w, cap_w=self.cap_w, latency_s=latency_s, energy_j=energy_j)
-            )
+    def _workers(
+        self, ops: Sequence[Op], by_worker: Sequence[Sequence[Cost]], stage: int
+    ) -> list[Worker]:
+        """A stage's boards, with the costs of the ops on each; one list of costs stands for all.
+
+        Which worker is the fullest differs from layer to layer, but the slowest board holds all of
+        them up: it is taken to be the fullest, the next slowest the next.
+        """
+        fullest, boards = by_worker[0], self._of(stage)
+        workers = [self._on(b, fullest) for b in boards]
+        if len(by_worker) == 1:
+            return workers
+        alone = [kernel_result(ops, fullest, w, self._constants) for w in workers]
+        slowest_first = sorted(range(len(workers)), key=lambda i: alone[i][:2], reverse=True)
+        loads = sorted(by_worker, key=lambda costs: -sum(c.latency_s for c in costs))
+        for i, costs in zip(slowest_first, loads, strict=True):
+            workers[i] = self._on(boards[i], costs)
         return workers
+
+    def _on(self, board: Board, costs: Sequence[Cost]) -> Worker:
+        latency_s, energy_j = board.localise(costs)
+        return Worker(idle_w=board.idle_w, cap_w=self.cap_w, latency_s=latency_s, energy_j=energy_j)
 
     @property
     def _constants(self) -> Constants:
@@ -269,7 +298,8 @@ class Machine:
             step_s=step_s * ratio,
             rel_se=math.hypot(rel_se, law.rel_se, other, layers_rel_se),
             source=Source.TRANSFERRED,
-            serial_s=serial_s * ratio,
+            # Between steps that follow each other it is no slower on a slower host.
+            serial_s=serial_s * (ratio if lone else 1.0),
         )
 
 
@@ -290,6 +320,8 @@ def machine(
     measured_w = bundle.power_limit_w if bundle else device.power_limit_w
     limit = power_limit_w or measured_w
     laws = bundle.laws if bundle else Laws()
+    # The name of a power mode is no cap: what was measured in it counts, above its watts too.
+    is_capped = bundle is None or device.power_mode is None or power_limit_w is not None
     idle_w = bundle.typical.idle_w if bundle else device.idle_w
     spread = bundle.spread if bundle else _UNKNOWN_SPREAD
     given = anchors.boards if anchors else ()
@@ -307,7 +339,7 @@ def machine(
         laws=laws,
         boards=boards,
         spread=left,
-        cap_w=laws.cap_fraction * limit,
+        cap_w=laws.cap_fraction * limit if is_capped else math.inf,
         limit_change=abs(limit / measured_w - 1.0),
         host=bundle.host if bundle else None,
         host_anchor=anchors.host if anchors else None,
@@ -339,6 +371,19 @@ class SummedSteps:
     def linked(self) -> BoolArray:
         """Which steps have collectives, [steps]."""
         return np.asarray(self.moments[:, 0, 11] > 0)
+
+    @property
+    def first(self) -> SummedSteps:
+        """The fullest worker's, for all."""
+        return replace(self, moments=self.moments[:, :1])
+
+    def spread(self, boards: IntArray) -> SummedSteps:
+        """The workers' sums, the longest on the first of the boards that are named, [steps, n]."""
+        longest_first = np.argsort(-self.moments[..., _ALONE_S], axis=1, kind="stable")
+        moments = np.empty_like(self.moments)
+        own = np.take_along_axis(self.moments, longest_first[..., None], axis=1)
+        np.put_along_axis(moments, boards[..., None], own, axis=1)
+        return replace(self, moments=moments)
 
     def on(self, boards: Sequence[Board], gap_s: float) -> Kernels:
         """The sums on boards; the same as `Board.localise` and `kernel_sum` of every op."""
@@ -379,10 +424,11 @@ class StepSums:
         moments = np.zeros((len(steps), workers, _MOMENTS))
         for item, (part, whole) in zip(lowered.items, lowered.shares, strict=True):
             rows = [self._known[id(item), n] for n in numbers]
-            moments += np.array(rows).reshape(len(steps), -1, _MOMENTS) * (part / whole)
+            found = np.array(rows).reshape(len(steps), -1, _MOMENTS)
+            moments += found * np.where(_WEIGHTED, part / whole, 1.0)
         shapes = tuple(
             StepShape(sequences=s.batch, tokens=s.tokens, layers=round(n), expert_layers=round(e))
-            for s, (n, e) in zip(own, moments[:, 0, 12:].tolist(), strict=True)
+            for s, (n, e) in zip(own, moments[:, 0, _LAYER_COUNTS].tolist(), strict=True)
         )
         return SummedSteps(moments=moments, shapes=shapes)
 
@@ -417,14 +463,16 @@ class StepSums:
         starts = np.concatenate(([0], np.cumsum(sizes[:-1], dtype=np.int64)))
         sums = np.add.reduceat(counts[:, None] * moments, starts)
         layers = np.maximum.reduceat(counts[:, None] * of_kind, starts)
-        rows = np.concatenate((sums, layers), axis=1)
+        rows = np.concatenate((sums, layers, np.add.reduceat(moments[:, :1], starts)), axis=1)
         ends = np.cumsum([len(own) for _, own in fresh]).tolist()
         for (key, own), end in zip(fresh, ends, strict=True):
             self._known[key] = rows[end - len(own) : end]
 
 
 _LAYERS = (Kind.ATTENTION, Kind.MOE)
-_MOMENTS = 14
+_MOMENTS = 15
+_LAYER_COUNTS, _ALONE_S = slice(12, 14), 14  # the last: latencies of the ops, each once
+_WEIGHTED = np.arange(_MOMENTS) != _ALONE_S
 
 
 def _moments(op: Op, cost: Cost) -> Array:

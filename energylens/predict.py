@@ -215,6 +215,13 @@ def _notes(
             "priced as collectives of as many bytes"
         )
     limit = bundle.power_limit_w if bundle else device.power_limit_w
+    notes += spec.notes
+    narrow = {spec.stored(e) for b in spec.blocks for e in b.cascade}
+    if bundle is not None and (unknown := sorted(narrow - bundle.dtypes)):
+        notes.append(
+            f"no kernel was calibrated with weights in {' or '.join(unknown)}: priced by those in "
+            "16 bits, and what the datasheet says of bytes and arithmetic"
+        )
     if priced.limit_change:
         notes.append(
             f"measured at a power limit of {limit:.0f} W: other limits follow the common-clock law"
@@ -410,8 +417,7 @@ def request_contexts(workload: Workload) -> list[tuple[float, float]]:
 
 def _physical_limit_s(op: Op, device: Device) -> float:
     """Least time by the datasheet: peak arithmetic, or each byte once at full bandwidth."""
-    peak = device.peak_flops.get(op.dtype, max(device.peak_flops.values()))
-    compute = op.flops / peak if prior(op, device).compute_s > 0 else 0.0
+    compute = op.flops / device.peak(op.dtype) if prior(op, device).compute_s > 0 else 0.0
     return max(compute, (op.bytes_read + op.bytes_written) / device.memory_bandwidth_bytes_s)
 
 

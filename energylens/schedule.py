@@ -365,6 +365,16 @@ def totals(
     return latency, working_j + spin_j + waiting_j + link_j + idle_j
 
 
+def paces(
+    kernels: Kernels, idle_w: Array, cap_w: float, constants: Constants, linked: BoolArray
+) -> tuple[Array, Array]:
+    """Seconds and joules of each worker's kernels alone, [..., workers]; see `kernel_result`."""
+    base_w = idle_w + np.where(linked, constants.link_w, 0.0)[..., None]
+    clock = _clocks(kernels, base_w, cap_w, constants.eta, np.zeros(kernels.energy_j.shape))
+    time = kernels.scaled_s / clock + kernels.fixed_s
+    return time, kernels.energy_j * clock**constants.eta + base_w * time
+
+
 def _clocks(kernels: Kernels, base_w: Array, cap_w: float, eta: float, pause_s: Array) -> Array:
     """`common_clock` of each worker, [..., workers]."""
     shape = kernels.energy_j.shape

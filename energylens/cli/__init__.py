@@ -18,6 +18,7 @@ from energylens import __version__
 from energylens.cli.advise import advise
 from energylens.cli.calibrate import calibrate
 from energylens.cli.explore import explore
+from energylens.cli.import_ import import_spec
 from energylens.cli.known import doctor, list_known
 from energylens.cli.output import EXIT_FAILURE, EXIT_INPUT, EXIT_INTERRUPTED, fail
 from energylens.cli.predict import predict
@@ -132,6 +133,7 @@ app.command()(advise)
 app.command()(sweep)
 app.command()(validate)
 app.command()(profile)
+app.command(name="import")(import_spec)
 app.command(name="list")(list_known)
 app.command()(doctor)
 app.command()(calibrate)

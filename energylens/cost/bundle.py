@@ -174,6 +174,11 @@ class Bundle:
             device=self.device, provider=self.provider, version=self.version, sha256=self.sha256
         )
 
+    @property
+    def dtypes(self) -> frozenset[str]:
+        """Precisions of which any kernel was calibrated."""
+        return frozenset().union(*(k.dtypes for k in self.kernels.values()))
+
     def model(self, device: Device, link: Link | None = None) -> CostModelSet:
         """The bundle's cost model for ``device``."""
         return CostModelSet(

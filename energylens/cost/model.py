@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from energylens.cost.features import features, prior, shares
 from energylens.cost.regress import GaussianProcess
 from energylens.cost.roofline import roofline
+from energylens.cost.transfer import stand_in, transferred_rel_se
 from energylens.graph import Op
 from energylens.results import Cost, Source
 from energylens.spec.system import Device, Link
@@ -222,10 +223,38 @@ class CostModelSet(AbstractCostModel):
             costs = self._group_costs([_standing_in(op) for op in ops])
             return [self._stood_in(op, cost) for op, cost in zip(ops, costs, strict=True)]
         if model is None or ops[0].dtype not in model.dtypes:
-            return [roofline(op, self.device, self.link) for op in ops]
+            return self._transferred(ops)
         if not ops[0].type.is_collective:
             return self._own(model, ops)
         return [self._collective(model, op) for op in ops]
+
+    def _transferred(self, ops: Sequence[Op]) -> list[Cost]:
+        """Costs of ops of one kernel and dtype by the calibrated ones that stand for them."""
+        others = [stand_in(op) for op in ops]
+        model = self.kernels.get(others[0].kernel)
+        collective = ops[0].type.is_collective
+        if model is None or collective or others[0].dtype not in model.dtypes:
+            return [roofline(op, self.device, self.link) for op in ops]
+        costs = zip(ops, others, self._own(model, others), strict=True)
+        return [self._scaled(op, other, cost) for op, other, cost in costs]
+
+    def _scaled(self, op: Op, other: Op, cost: Cost) -> Cost:
+        """The cost of ``op`` from that of another one, by the ratio of their priors."""
+        own, its = prior(op, self.device), prior(other, self.device)
+        latency = cost.latency_s * own.latency_s / its.latency_s
+        s = shares(op, own, latency, self.compute_scale)
+        latency_se, energy_se = transferred_rel_se(op, self.device)
+        return replace(
+            cost,
+            latency_s=latency,
+            energy_j=cost.energy_j * own.energy_j / its.energy_j,
+            compute_share=s.compute,
+            read_share=s.read,
+            dram_share=s.dram,
+            latency_rel_se=math.hypot(cost.latency_rel_se, latency_se),
+            energy_rel_se=math.hypot(cost.energy_rel_se, energy_se),
+            source=max(cost.source, Source.TRANSFERRED),
+        )
 
     def _stood_in(self, op: Op, cost: Cost) -> Cost:
         """The cost of vLLM's own all-reduce from that of NCCL's, to which it hands over.

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from energylens.cost.roofline import LINK_EFFICIENCY
 from energylens.errors import SpecError
 from energylens.explore.front import LIMITED, OBJECTIVES, Choice, exact_values, pareto
-from energylens.lower import lower_stages, memory
+from energylens.lower import cache_bytes, lower_stages
 from energylens.results import Infeasible, Pool, Prediction, PrefillPool, ScoredConfig
 from energylens.spec.system import Parallelism, Phase
 
@@ -175,9 +175,7 @@ class Disaggregation:
         search, one = self._search, replace(parallelism, replicas=1)
         stages = lower_stages(search.spec, search.engine, one, routing=search.config.routing)
         assert not isinstance(stages, Infeasible)  # it is in the table
-        prompt = replace(search.workload, batch=1, gen_len=1)
-        share = prompt.prompt_len / (prompt.prompt_len + 1)
-        held = [share * memory(stage, prompt, search.device).kv_cache_bytes for stage in stages]
+        held = [cache_bytes(stage, 1, search.workload.prompt_len) for stage in stages]
         return Side(
             gpus=one.gpus,
             idle_w=sum(b.idle_w for b in search.machine(one).boards),

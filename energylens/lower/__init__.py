@@ -6,13 +6,14 @@ one kernel, which collectives follow); `Lowered.ops` then sizes the kernels for 
 """
 
 from energylens.lower.kernels import Experts, Lowered, lower, lower_step
-from energylens.lower.memory import fullest, memory, parameters
+from energylens.lower.memory import cache_bytes, fullest, memory, parameters
 from energylens.lower.shard import valid_tp
 from energylens.lower.stages import lower_stages, staged
 
 __all__ = [
     "Experts",
     "Lowered",
+    "cache_bytes",
     "fullest",
     "lower",
     "lower_stages",

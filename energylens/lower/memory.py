@@ -7,16 +7,19 @@ from types import MappingProxyType
 
 from energylens.graph import Op
 from energylens.lower.kernels import Lowered
+from energylens.lower.latent import Latent
 from energylens.lower.shard import product
 from energylens.results import Kind, Memory
-from energylens.spec.model import Entry, Spec
+from energylens.spec.model import Block, Entry, Spec
 from energylens.spec.system import Device, Mode, Phase, Step, Workload, chunked
 from energylens.units import bytes_per_value
 
 
 def parameters(spec: Spec) -> int:
     """Parameters of the whole model: weights, biases and norm weights, tied ones once."""
-    return sum(b.repeat * _weight_values(e, spec.ranks) for b in spec.blocks for e in b.cascade)
+    return sum(
+        b.repeat * sum(_weight_values(spec, e, spec.ranks)) for b in spec.blocks for e in b.cascade
+    )
 
 
 def memory(
@@ -35,15 +38,18 @@ def memory(
     """
     spec, engine = lowered.spec, lowered.engine
     batch = -(-workload.batch // lowered.sharding.dp)
-    tokens = batch * max(workload.prompt_len + workload.gen_len, workload.context_len or 0)
-    weights = cache = 0
-    for repeat, entry, sizes in _entries(lowered):
-        weights += repeat * _weight_values(entry, sizes)
-        if entry.cache and entry.einsum is not None:
-            cache += repeat * product(entry.einsum.output.ranks, sizes)
+    longest = max(workload.prompt_len + workload.gen_len, workload.context_len or 0)
+    weights = 0.0
+    for block, entry, sizes in _entries(lowered):
+        stored, carried = _weight_values(spec, entry, sizes)
+        weights += block.repeat * stored * bytes_per_value(spec.stored(entry))
+        weights += block.repeat * carried * bytes_per_value(spec.precision.activations)
+    for item, (part, whole) in zip(lowered.items, lowered.shares, strict=True):
+        if isinstance(item, Latent):
+            weights += item.unpacked_bytes * part / whole
     return Memory(
-        weights_bytes=weights * bytes_per_value(spec.precision.weights),
-        kv_cache_bytes=cache * tokens * bytes_per_value(spec.precision.kv_cache),
+        weights_bytes=weights,
+        kv_cache_bytes=cache_bytes(lowered, batch, longest),
         activations_bytes=_activations_bytes(lowered, workload, {**engine.modes, **modes}),
         reserve_bytes=engine.reserve_bytes,
         capacity_bytes=device.memory_bytes,
@@ -62,7 +68,17 @@ def fullest(
     return max(held, key=lambda m: m.used_bytes)
 
 
-def _entries(lowered: Lowered) -> Iterator[tuple[int, Entry, Mapping[str, int]]]:
+def cache_bytes(lowered: Lowered, sequences: int, length: float) -> float:
+    """Cache of sequences of a length on one worker; layers with a window keep no more than it."""
+    values = 0.0
+    for block, entry, sizes in _entries(lowered):
+        if entry.cache and entry.einsum is not None:
+            kept = length if block.window is None else min(length, block.window)
+            values += block.repeat * product(entry.einsum.output.ranks, sizes) * sequences * kept
+    return values * bytes_per_value(lowered.spec.precision.kv_cache)
+
+
+def _entries(lowered: Lowered) -> Iterator[tuple[Block, Entry, Mapping[str, int]]]:
     experts = lowered.experts
     for block in lowered.spec.blocks:
         for entry in block.cascade:
@@ -71,21 +87,25 @@ def _entries(lowered: Lowered) -> Iterator[tuple[int, Entry, Mapping[str, int]]]
             if split and experts is not None:
                 held = experts.routing.experts + experts.redundant
                 sizes = {**sizes, experts.rank: -(-held // experts.ways)}
-            yield block.repeat, entry, sizes
+            yield block, entry, sizes
 
 
-def _weight_values(entry: Entry, sizes: Mapping[str, int]) -> int:
-    """Values that an entry keeps: weights and bias; a norm that names no weight has one vector."""
+def _weight_values(spec: Spec, entry: Entry, sizes: Mapping[str, int]) -> tuple[int, int]:
+    """Values that an entry keeps: weights, and a bias, which is stored as activations are.
+
+    A norm that names no weight has one vector. Experts that are summed have a bias each.
+    """
     if entry.tied is not None:
-        return 0
+        return 0, 0
     weights = [a for a in entry.accesses if a.is_weight]
     if entry.op == "rmsnorm" and not weights:
-        return product(entry.inputs[0].ranks[-1:], sizes)
-    values = sum(product(a.ranks, sizes) for a in weights)
+        return product(entry.inputs[0].ranks[-1:], sizes), 0
+    bias = 0
     if entry.bias and entry.einsum is not None:
         held = {r for a in weights for r in a.ranks}
-        values += product((r for r in entry.einsum.output.ranks if r in held), sizes)
-    return values
+        expert = {spec.moe["rank"]} if spec.moe is not None else set()
+        bias = product(held & (expert | set(entry.einsum.output.ranks)), sizes)
+    return sum(product(a.ranks, sizes) for a in weights), bias
 
 
 def _activations_bytes(lowered: Lowered, workload: Workload, modes: Mapping[Phase, Mode]) -> float:
@@ -111,7 +131,7 @@ def _live_bytes(op: Op) -> float:
     """Bytes that an op reads and writes, weights and cached tensors aside."""
     if op.kind is Kind.GEMM:
         s = op.sizes
-        return s["m"] * (s["k"] + s["n"]) * bytes_per_value(op.dtype)
+        return s.get("heads", 1.0) * s["m"] * (s["k"] + s["n"]) * op.carried_bytes
     if op.kind is Kind.ATTENTION:
         return 2 * op.bytes_written
     if op.kind is Kind.MOE:  # what one product writes and the next one reads

@@ -6,6 +6,7 @@ what comes after them on the last. So it is held in memory and priced as any mod
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -30,22 +31,21 @@ def partition(layers: int, stages: int) -> tuple[int, ...]:
 def repeats(spec: Spec, stages: int) -> tuple[tuple[int, ...], ...] | Infeasible:
     """How often each stage executes each block of the model, [stages][blocks]."""
     layers = [i for i, b in enumerate(spec.blocks) if _is_layer(b)]
-    total = sum(spec.blocks[i].repeat for i in layers)
-    if stages > total:
-        return Infeasible(reason=f"{spec.name}: pp={stages} is more than its {total} layers")
-    ends = accumulate(spec.blocks[i].repeat for i in layers)
-    first = {i: end - spec.blocks[i].repeat for i, end in zip(layers, ends, strict=True)}
-    bounds = pairwise(accumulate(partition(total, stages), initial=0))
+    counts = [spec.blocks[i].repeat for i in layers]
+    order = [i for i, count in zip(layers, counts, strict=True) for _ in range(count)]
+    if any(b.window is not None for b in spec.blocks):  # with and without a window take turns
+        turns = [(n + 0.5) / count for count in counts for n in range(count)]
+        order = [i for _, i in sorted(zip(turns, order, strict=True))]
+    if stages > len(order):
+        return Infeasible(reason=f"{spec.name}: pp={stages} is more than its {len(order)} layers")
     found = []
+    bounds = pairwise(accumulate(partition(len(order), stages), initial=0))
     for stage, (start, end) in enumerate(bounds):
-        own = []
+        own = Counter(order[start:end])
         for i, b in enumerate(spec.blocks):
-            if i in first:
-                own.append(max(0, min(first[i] + b.repeat, end) - max(first[i], start)))
-            else:
-                home = 0 if i < layers[0] else stages - 1
-                own.append(b.repeat if stage == home else 0)
-        found.append(tuple(own))
+            if (stage == 0 and i < layers[0]) or (stage == stages - 1 and i > layers[-1]):
+                own[i] = b.repeat
+        found.append(tuple(own[i] for i in range(len(spec.blocks))))
     return tuple(found)
 
 

@@ -76,14 +76,36 @@ def doctor_text(document: Mapping[str, Any]) -> str:
         lines.append(f"Jetson: {document['tegra']}")
     for board in document["devices"]:
         hidden = "" if board["uuid"] in document["visible"] else ", hidden from CUDA"
-        limit = "unknown" if board["power_limit_w"] is None else f"{board['power_limit_w']:g} W"
-        lines.append(f"{board['name']} {board['uuid']}, power limit {limit}{hidden}")
+        lines.append(f"{board['name']} {board['uuid']}, {_power_of(board)}{hidden}")
+        lines += [f"  rails of {role['role']}: {_rails_of(role)}" for role in board["rails"]]
+        lines += [f"  note: {note}" for note in board["notes"]]
         for sensor in document["capabilities"]:
             if sensor["uuid"] == board["uuid"]:
-                detail = sensor["reason"] or sensor["scope"]
-                note = f" ({detail})" if detail else ""
-                lines.append(f"  {sensor['sensor']}: {sensor['state']}{note}")
+                lines.append(f"  {sensor['sensor']}: {_state_of(sensor)}")
+    for counter in document["host"]:
+        lines.append(f"host {counter['uuid'].partition('/')[2]} energy: {_state_of(counter)}")
     return "\n".join([*lines, *(f"to do: {hint}" for hint in document["hints"])])
+
+
+def _state_of(sensor: Mapping[str, Any]) -> str:
+    detail = sensor["reason"] or sensor["scope"]
+    return f"{sensor['state']} ({detail})" if detail else str(sensor["state"])
+
+
+def _power_of(board: Mapping[str, Any]) -> str:
+    if board["power_source"] is not None:
+        mode = board["power_mode"] or "unknown"
+        window = f"windows of {board['least_window_s']:g} s and more"
+        return f"power mode {mode}, {board['power_source']}, {window}"
+    limit = board["power_limit_w"]
+    return "power limit " + ("unknown" if limit is None else f"{limit:g} W")
+
+
+def _rails_of(role: Mapping[str, Any]) -> str:
+    if not role["rails"]:
+        return f"none ({role['reason']})"
+    shared = f" (shared with {', '.join(role['shared_with'])})" if role["shared_with"] else ""
+    return " + ".join(role["rails"]) + shared
 
 
 def facts_text(facts: Mapping[str, Any]) -> str:

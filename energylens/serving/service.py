@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from energylens.cost.bundle import Bundle, select
 from energylens.errors import OutOfRangeError, SpecError
-from energylens.lower import Lowered, lower, memory
+from energylens.lower import Lowered, cache_bytes, lower, memory
 from energylens.machine import StepSums, machine
 from energylens.predict import predict
 from energylens.results import (
@@ -166,7 +166,7 @@ class _Service:
         )
         if isinstance(lowered, Infeasible):
             return lowered
-        blocks = kv_tokens(lowered, self.device) // serving.block_size
+        blocks = kv_tokens(lowered, self.device, longest) // serving.block_size
         if blocks < 1:
             return Infeasible(
                 reason=f"{self.spec.name} does not fit {self.device.name}: weights and "
@@ -221,17 +221,17 @@ class _Service:
         )
 
 
-def kv_tokens(lowered: Lowered, device: Device) -> int:
-    """Tokens that the KV cache of a replica holds, in whole blocks.
+def kv_tokens(lowered: Lowered, device: Device, longest: int) -> int:
+    """Tokens that the KV cache of a replica holds of requests of ``longest``, in whole blocks.
 
     As vLLM sizes it: what its share of the device memory has left beside the weights and the
-    activations of the largest step.
+    activations of the largest step. Shorter requests fill it as much, but for layers with a window.
     """
     serving = lowered.engine.serving
     assert serving is not None  # `_limited` has checked it
     largest = Workload(batch=1, prompt_len=serving.batch_tokens, gen_len=1)
     held = memory(lowered, largest, device)
-    per_token = held.kv_cache_bytes / (largest.prompt_len + largest.gen_len)
+    per_token = cache_bytes(lowered, 1, longest) / longest
     room = serving.memory_share * held.capacity_bytes - held.weights_bytes - held.activations_bytes
     return max(0, math.floor(room / per_token) // serving.block_size * serving.block_size)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from energylens.errors import OutOfRangeError
+from energylens.units import ARITHMETIC
 
 
 class Phase(enum.StrEnum):
@@ -42,6 +43,9 @@ class Device:
         sm_count, clock_max_hz: streaming multiprocessors and their maximum clock.
         power_limit_w: default board power limit; idle_w: power with a context and nothing running.
         unified_memory: True where the CPU shares the memory (Jetson).
+        power_mode: mode that the figures hold for, where modes preset the clocks (nvpmodel). A mode
+            is no cap: its watts are nominal, and more than that is drawn at times.
+        modes: the device in its other modes, named ``NAME@MODE``.
         source: where the figures come from.
     """
 
@@ -57,6 +61,17 @@ class Device:
     idle_w: float
     source: str
     unified_memory: bool = False
+    power_mode: str | None = None
+    modes: Mapping[str, Device] = field(default_factory=lambda: MappingProxyType({}))
+
+    def peak(self, dtype: str) -> float:
+        """Dense peak in FLOP/s with operands stored as ``dtype``.
+
+        Where the device cannot multiply them as they are, they are unpacked to 16 bits.
+        """
+        peaks = self.peak_flops
+        known = (peaks.get(name) for name in (dtype, ARITHMETIC.get(dtype, dtype), "bf16"))
+        return next(filter(None, known), None) or max(peaks.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,6 +100,7 @@ FLAGS = {
         "--bundle",
         "--json",
     },
+    "import": {"--name", "--out"},
     "validate": {
         "--by",
         "--ignore-anchors",

@@ -80,7 +80,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "validate": {"numpy"},
     "report": {"rich", "matplotlib"},
     "meter/nvml": {"pynvml"},
-    "meter/jetson": {"jtop"},
+    "meter/tegra": {"jtop"},
     "store": {"pandas"},
     "bench": {"torch", "transformers", "vllm", "yaml", "rich", "numpy"},
     "fit": {"numpy", "scipy", "sklearn", "pandas"},

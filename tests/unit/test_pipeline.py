@@ -131,6 +131,14 @@ def test_layers_of_several_kinds_stay_in_order() -> None:
     ]
 
 
+def test_layers_with_and_without_a_window_take_turns() -> None:
+    own = stages(CATALOGUE.spec("gpt_oss_20b"), pp=5)
+    # 24 layers as 4, 5, 5, 5, 5 without the last: every other one has a window.
+    found = [{b.name: b.repeat for b in s.spec.blocks} for s in own]
+    assert [f["window_layer"] + f["layer"] for f in found] == [5, 5, 5, 5, 4]
+    assert all(abs(f["window_layer"] - f["layer"]) <= 1 for f in found)
+
+
 def test_a_stage_sends_hidden_states_and_residual_in_parts_of_its_workers() -> None:
     first, last = stages(LLAMA, tp=2, pp=2)
     step = Step.prefill(1, 100, Mode.SERVING)

@@ -224,5 +224,6 @@ def _fusions(d: Deployment, known: Catalogue) -> Iterator[tuple[str, str, Deploy
             names = [e.name for e in block.cascade]
             name = "+".join(n for n in names if n in members)
             if set(members) <= set(names) and name not in own:
+                own.add(name)  # other kinds of layers may hold the same
                 fusion = (Fusion(members=members), *d.spec.fusion)
                 yield "fusion", f"fuse {name}", replace(d, spec=replace(d.spec, fusion=fusion))

@@ -410,16 +410,7 @@ def board_facts(info: DeviceInfo) -> dict[str, Any]:
         "persistence": info.persistence,
         "shared": bool(info.other_pids),
     }
-    if not info.rails:
-        return facts
-    return facts | {
-        "power_scope": info.power_scope,
-        "power_source": info.power_source,
-        "power_mode": info.power_mode,
-        "clocks_hz": dict(info.clocks_hz),
-        "rails": {r.role: asdict(r) for r in info.rails},
-        "notes": list(info.notes),
-    }
+    return facts | info.rail_facts
 
 
 def _cautions(info: DeviceInfo) -> Iterator[str]:

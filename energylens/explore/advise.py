@@ -205,10 +205,11 @@ def _precisions(d: Deployment) -> Iterator[tuple[str, str, Deployment | str]]:
 def _modes(d: Deployment) -> Iterator[tuple[str, str, Deployment]]:
     """Other ways to launch the kernels of a step."""
     now = d.config.modes.get(Phase.DECODE) or d.engine.modes.get(Phase.DECODE, Mode.EAGER)
+    others: dict[Mode, tuple[Phase, ...]]
     if d.engine.serving is not None:  # its captured graphs serve both phases, or neither
-        others = {Mode.EAGER: (Phase.PREFILL, Phase.DECODE), Mode.SERVING: tuple(Phase)[:2]}
+        others = dict.fromkeys((Mode.EAGER, Mode.SERVING), (Phase.PREFILL, Phase.DECODE))
     else:
-        others = {Mode.EAGER: (Phase.DECODE,), Mode.CUDA_GRAPH: (Phase.DECODE,)}
+        others = dict.fromkeys((Mode.EAGER, Mode.CUDA_GRAPH), (Phase.DECODE,))
     for mode, phases in others.items():
         if mode is not now:
             modes = MappingProxyType({**d.config.modes, **dict.fromkeys(phases, mode)})
@@ -223,5 +224,6 @@ def _fusions(d: Deployment, known: Catalogue) -> Iterator[tuple[str, str, Deploy
             names = [e.name for e in block.cascade]
             name = "+".join(n for n in names if n in members)
             if set(members) <= set(names) and name not in own:
+                own.add(name)  # other kinds of layers may hold the same
                 fusion = (Fusion(members=members), *d.spec.fusion)
                 yield "fusion", f"fuse {name}", replace(d, spec=replace(d.spec, fusion=fusion))

@@ -6,9 +6,9 @@ import abc
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import MappingProxyType, TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from energylens.errors import MeterError
 from energylens.meter.rails import RailRole
@@ -56,7 +56,7 @@ class DeviceInfo:
         integrated: True for a GPU inside of a module (Jetson), the only one that CUDA shows.
         power_scope: what power and energy cover, ``gpu`` or ``module``.
         power_mode: name of the mode that presets clocks and cores (nvpmodel). It is not a cap.
-        power_source: what reads the power, and how often.
+        power_source: what reads the power, and how often; power_step_w: its resolution.
         least_window_s: shortest window worth measuring with its sensors; 0 where any will do.
         clocks_hz: (name, Hz) of the clocks that the mode sets.
         rails: rails by role, where power comes from rails.
@@ -81,10 +81,26 @@ class DeviceInfo:
     power_scope: str = "gpu"
     power_mode: str | None = None
     power_source: str | None = None
+    power_step_w: float | None = None
     least_window_s: float = 0.0
     clocks_hz: tuple[tuple[str, float], ...] = ()
     rails: tuple[RailRole, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def rail_facts(self) -> dict[str, Any]:
+        """What a record says of power from rails: which they are, and what shares them; else {}."""
+        if not self.rails:
+            return {}
+        return {
+            "power_scope": self.power_scope,
+            "power_source": self.power_source,
+            "power_step_w": self.power_step_w,
+            "power_mode": self.power_mode,
+            "clocks_hz": dict(self.clocks_hz),
+            "rails": {r.role: asdict(r) for r in self.rails},
+            "notes": list(self.notes),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +172,11 @@ class AbstractRecorder(abc.ABC):
         Empty for boards without rails. A role that no rail measures has a series without samples.
         """
         return MappingProxyType({})
+
+    def rail_readings(self, uuid: str, start_s: float, end_s: float) -> Mapping[str, Reading]:
+        """Role -> `reading` of its rails; empty for boards without rails."""
+        near = self.rails(uuid, start_s - MARGIN_S, end_s + MARGIN_S)
+        return {role: reading(series, start_s, end_s) for role, series in near.items()}
 
     def reading(self, uuid: str, start_s: float, end_s: float, *, min_ticks: int = 4) -> Reading:
         """`reading` of ``uuid`` over a window that has passed."""

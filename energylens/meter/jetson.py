@@ -190,7 +190,7 @@ class JetsonRecorder(AbstractRecorder):
             first = bisect_left(samples, start_s, key=itemgetter(0))
             return tuple(samples[first : bisect_right(samples, end_s, key=itemgetter(0))])
 
-        step_w = sum(self._source.steps_w.get(rail, 0.0) for rail in role.rails)
+        step_w = self._source.step_w(role.rails)
         with self._lock:
             watts = cut(self._tracks.roles[role.role])
             state: dict[str, Any] = {k: cut(v) for k, v in self._tracks.state.items()}
@@ -238,7 +238,7 @@ class JetsonMeter(AbstractMeter):
         tried = []
         for make in (
             lambda: JtopSource(jtop, self._state),
-            lambda: SysfsSource(root, self._state),
+            lambda: SysfsSource(self._state),
         ):
             try:
                 found = _probe(make())
@@ -282,6 +282,7 @@ class JetsonMeter(AbstractMeter):
                 power_scope="module",
                 power_mode=self._mode,
                 power_source=self._source.name,
+                power_step_w=self._source.step_w(self._rails.total.rails),
                 least_window_s=LEAST_WINDOW_S,
                 clocks_hz=self._state.clocks_hz(),
                 rails=self._rails.roles,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import abc
 import queue
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -121,6 +121,10 @@ class AbstractSource(abc.ABC):
     def close(self) -> None:
         """Give it back."""
 
+    def step_w(self, rails: Iterable[str]) -> float:
+        """Resolution of the sum of these rails."""
+        return sum(self.steps_w.get(rail, 0.0) for rail in rails)
+
     def mode(self) -> str | None:
         """Power mode, where this source knows better than the files of nvpmodel."""
         return None
@@ -227,11 +231,11 @@ def _iio(chip: Path) -> Iterator[_Channel]:
 
 
 class State:
-    """Clock, temperature and load of the GPU, power mode and clocks, from files."""
+    """Clock, temperature and load of the GPU, power mode and clocks, from files below ``root``."""
 
     def __init__(self, root: Path) -> None:
         """Find the files below ``root``."""
-        self._root = root
+        self.root = root
         nodes = [p for p in sorted(root.glob("sys/class/devfreq/*")) if _GPU_NODE.search(p.name)]
         self._gpu = nodes[0] if nodes else root / "sys/class/devfreq/none"
         zones = {
@@ -263,29 +267,29 @@ class State:
         """Clocks that the power mode sets."""
         cpu = [
             _number(p)
-            for p in self._root.glob("sys/devices/system/cpu/cpufreq/policy*/scaling_max_freq")
+            for p in self.root.glob("sys/devices/system/cpu/cpufreq/policy*/scaling_max_freq")
         ]
         found = {
             "gpu_min": self.gpu_hz("min"),
             "gpu_max": self.gpu_hz("max"),
             "cpu_max": _scaled(max((c for c in cpu if c), default=None), HZ_PER_KHZ),
-            "memory": _number(self._root / "sys/kernel/debug/bpmp/debug/clk/emc/rate"),
+            "memory": _number(self.root / "sys/kernel/debug/bpmp/debug/clk/emc/rate"),
         }
         return tuple((name, hz) for name, hz in found.items() if hz is not None)
 
     def mode(self) -> str | None:
         """Name of the power mode that nvpmodel set last, by its status file."""
-        status = re.search(r"pmode:(\d+)", read_text(self._root / "var/lib/nvpmodel/status") or "")
+        status = re.search(r"pmode:(\d+)", read_text(self.root / "var/lib/nvpmodel/status") or "")
         if status is None:
             return None
         number = int(status[1])
-        table = read_text(self._root / "etc/nvpmodel.conf") or ""
+        table = read_text(self.root / "etc/nvpmodel.conf") or ""
         name = re.search(rf"^<\s*POWER_MODEL\s+ID={number}\s+NAME=(\w+)", table, re.MULTILINE)
         return name[1] if name else f"MODE_{number}"
 
     def release(self) -> str | None:
         """Version of Jetson Linux, e.g. ``36.4.7``; no version is a reason to stop."""
-        text = read_text(self._root / "etc/nv_tegra_release") or ""
+        text = read_text(self.root / "etc/nv_tegra_release") or ""
         found = re.search(r"R(\d+).*?REVISION:\s*([\d.]+)", text)
         return f"{found[1]}.{found[2]}" if found else None
 
@@ -293,16 +297,16 @@ class State:
 class SysfsSource(AbstractSource):
     """Rails in sysfs."""
 
-    def __init__(self, root: Path, state: State) -> None:
-        """Look for monitors below ``root``, at `open`."""
+    def __init__(self, state: State) -> None:
+        """Look for monitors beside the files of ``state``, at `open`."""
         super().__init__(f"power monitors in sysfs, every {_POLL_S:g} s", _POLL_S)
-        self._root, self._state = root, state
+        self._state = state
         self._used: list[_Channel] = []
 
     def open(self) -> None:
         """Find the rails, and leave those out that contradict themselves."""
         self._used = []
-        for channel in _channels(self._root):
+        for channel in _channels(self._state.root):
             defect = channel.defect()
             if defect is None:
                 self._used.append(channel)
@@ -339,6 +343,7 @@ class JtopSource(AbstractSource):
         """
         super().__init__("jtop", 0.0)
         self._module, self._state = module or _load(), state
+        self._chip_steps_w: dict[str, float] = {}
         self._errors = (self._module.JtopException, OSError, EOFError, KeyError, queue.Empty)
         self._client: Any = None
 
@@ -349,6 +354,8 @@ class JtopSource(AbstractSource):
             pace_s = self._client.interval
             self._client.close()
             self._client = self._connected(pace_s)
+        # Its values are rounded to milliamperes; the monitor's own steps are larger.
+        self._chip_steps_w = {c.name: c.step_w() for c in _channels(self._state.root)}
         version = getattr(self._module, "__version__", "")
         self.name = f"jtop {version}".strip() + f", every {self._client.interval:g} s"
 
@@ -376,7 +383,7 @@ class JtopSource(AbstractSource):
         except self._errors as error:
             raise MeterError(f"jtop: {error}") from error
         for name, (_, step_w) in rails.items():
-            self.steps_w[name] = step_w
+            self.steps_w[name] = max(step_w, self._chip_steps_w.get(name, 0.0))
         online = temperature.get("online", True)
         return Frame(
             watts={name: watts for name, (watts, _) in rails.items()},

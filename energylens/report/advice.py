@@ -121,6 +121,7 @@ def advice_table(advice: Advice) -> RenderableType:
         "sequences in flight",
         *_refusals(advice),
         *(f"note: {note}" for note in base.notes),
+        *_change_notes(advice),
         source_line(base),
     )
 
@@ -137,4 +138,15 @@ def _refusals(advice: Advice) -> Iterator[str]:
     if advice.refused:
         yield "cannot be made, or make no difference:"
     for c in advice.refused:
-        yield f"  {c.label}: {c.reason}"
+        yield f"  {c.label}: {(c.reason or '').partition('; raise ')[0]}"
+
+
+def _change_notes(advice: Advice) -> Iterator[str]:
+    """What is to be known of changes, and not of the deployment as it is."""
+    labels: dict[str, list[str]] = {}
+    for c in advice.changes:
+        for note in c.prediction.notes if c.prediction else ():
+            if note not in advice.base.notes:
+                labels.setdefault(note, []).append(c.label)
+    for note, own in labels.items():
+        yield f"note on {'; '.join(own)}: {note}"

@@ -96,7 +96,8 @@ def _power_of(board: Mapping[str, Any]) -> str:
     if board["power_source"] is not None:
         mode = board["power_mode"] or "unknown"
         window = f"windows of {board['least_window_s']:g} s and more"
-        return f"power mode {mode}, {board['power_source']}, {window}"
+        source = f"{board['power_source']}, in steps of {1e3 * board['power_step_w']:.3g} mW"
+        return f"power mode {mode}, {source}, {window}"
     limit = board["power_limit_w"]
     return "power limit " + ("unknown" if limit is None else f"{limit:g} W")
 

@@ -139,6 +139,12 @@ def test_modes_and_fusions_are_those_of_the_engine() -> None:
     assert not [c for c in (*advice().changes, *advice().refused) if c.kind == "fusion"]
 
 
+def test_layers_of_several_kinds_name_a_fusion_once() -> None:
+    found = advice("gpt_oss_20b")
+    labels = [c.label for c in (*found.changes, *found.refused)]
+    assert len(labels) == len(set(labels))
+
+
 def test_a_switch_that_changes_nothing_is_no_advice() -> None:
     beside = (Overlap(collective="o", beside="gate", sm=16),)
     found = advice(replace(LLAMA, overlap=beside), tp=2)
@@ -190,6 +196,8 @@ def test_the_document_and_the_table_say_the_same(capsys: Capture) -> None:
         assert line.startswith(f" {c['change']} ")
         assert ("not certain" in line) != c["energy_per_request_j"]["certain"]
     assert any(line.startswith("  device jetson_orin_nano: ") for line in lines)
+    (note,) = (line for line in lines if "measured at a power limit of 700 W" in line)
+    assert note.startswith("note on power limit ") and "batch" not in note
 
 
 def test_a_deployment_that_cannot_run_exits_with_3(capsys: Capture) -> None:

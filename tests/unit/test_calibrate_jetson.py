@@ -5,15 +5,16 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import helpers_jetson
 import pytest
-from fake_board import FakeBoard, FakeClock, FakeProvider
-from helpers_jetson import FakeJtop, Tree, orin_nano
+from fake_board import FakeBoard, FakeProvider
+from fake_orin import FakeOrin
+from helpers_jetson import FakeJtop, Tree
 from helpers_nvml import Clock
 from rich.console import Console
 
@@ -24,12 +25,11 @@ from energylens.bench.trial import TrialLimits
 from energylens.cost.bundle import load_bundle
 from energylens.errors import CalibrationError, MeterError, UnsupportedError
 from energylens.fit.samples import gather
-from energylens.meter.jetson import JetsonMeter, JetsonRecorder
+from energylens.meter.jetson import JetsonMeter
 from energylens.predict import machine
 from energylens.spec.load import data_dir, load_device
 from energylens.store import Store, board_hash
 
-POLL_S = 0.5
 PLAN = """\
 schema: energylens/plan/v1
 name: small
@@ -39,50 +39,11 @@ points:
 """
 
 
-class PolledClock(FakeClock):
-    """Calls a hook at each half second that passes."""
-
-    def __init__(self) -> None:
-        self._now_s = self._polled_s = 1000.0
-        self.hook: Callable[[float], None] = lambda t: None
-
-    @property
-    def time_s(self) -> float:
-        return self._now_s
-
-    @time_s.setter
-    def time_s(self, value: float) -> None:
-        while self._polled_s + POLL_S <= value:
-            self._polled_s += POLL_S
-            self._now_s = self._polled_s
-            self.hook(self._polled_s)
-        self._now_s = value
-
-
-class PolledMeter(JetsonMeter):
-    """The meter of a tree; its recorder is polled by the clock instead of by a thread."""
-
-    def recorder(self, uuids: Sequence[str]) -> JetsonRecorder:
-        recorder = super().recorder(uuids)
-        recorder.start = recorder._source.open  # type: ignore[method-assign]
-        clock = self._clock.__self__  # type: ignore[attr-defined]
-        before = clock.hook
-
-        def hook(t: float) -> None:
-            before(t)
-            recorder.poll()
-
-        clock.hook = hook
-        return recorder
-
-
-class Orin:
+class Orin(FakeOrin):
     """An Orin Nano that draws what its work does, and a plan to calibrate it with."""
 
     def __init__(self, tmp_path: Path) -> None:
-        self.tree = orin_nano(tmp_path / "board")
-        self.clock = PolledClock()
-        self.board = FakeBoard("whatever CUDA says", clock=self.clock, busy_w=10.0, idle_w=4.0)
+        super().__init__(tmp_path / "board")
         self.provider = FakeProvider(self.board)
         self.provider.anchor_work = self._anchor_work  # type: ignore[method-assign]
         self.provider.launching = self._launching  # type: ignore[method-assign]
@@ -98,23 +59,8 @@ class Orin:
     def _launching(self, seconds: float) -> None:
         self.clock.time_s = self.board.queue(seconds, 5.0)
 
-    def _draw(self, t: float) -> None:
-        watts = self.board._power(t - POLL_S / 2)
-        self.tree.set("VDD_IN", 1000 * watts)
-        self.tree.set("VDD_CPU_GPU_CV", 1000 * (watts - 3.0))
-
     def run(self, **changes: Any) -> Mapping[str, Any]:
-        def time_s() -> float:
-            return self.clock.time_s
-
-        self.clock.hook = self._draw
-        jtop = FakeJtop({}, clock=Clock(), error="The jtop.service is not active. Please run:")
-        PolledClock.now = lambda clock: clock.time_s  # type: ignore[attr-defined]
-        meter = PolledMeter(
-            self.tree.root,
-            jtop=jtop,
-            clock=self.clock.now,  # type: ignore[attr-defined]
-        )
+        meter = self.meter()
         bench = Machine(
             meter=lambda: meter,
             provider=lambda name, ordinal: self.provider,
@@ -159,6 +105,7 @@ def test_the_record_tells_shared_rails_from_the_gpus_and_names_mode_clocks_and_s
     (facts,) = provenance.boards.values()
     assert facts["power_scope"] == "module"
     assert facts["power_source"] == "power monitors in sysfs, every 0.05 s"
+    assert facts["power_step_w"] == pytest.approx(0.04)
     assert facts["clocks_hz"]["gpu_max"] == 612e6
     assert facts["rails"]["total"]["rails"] == ["VDD_IN"]
     assert facts["rails"]["gpu"]["rails"] == ["VDD_CPU_GPU_CV"]

@@ -134,7 +134,7 @@ def test_b59_a_jetson_says_what_it_measures_how_and_what_could_be_better(tmp_pat
     text = doctor_text(doctor_document(asdict(seen)))
     for line in (
         "NVIDIA Jetson Orin Nano Developer Kit JETSON-1424223005461, power mode 15W, "
-        "power monitors in sysfs, every 0.05 s, windows of 30 s and more",
+        "power monitors in sysfs, every 0.05 s, in steps of 40 mW, windows of 30 s and more",
         "  rails of total: VDD_IN",
         "  rails of gpu: VDD_CPU_GPU_CV (shared with cpu, cv)",
         "  rails of memory: none (no rail of this board measures the memory)",

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from energylens.errors import MeterError
-from energylens.meter.base import Reading, reading
+from energylens.meter.base import Reading
 from energylens.meter.jetson import LEAST_WINDOW_S, UNTRIED, JetsonMeter, JetsonRecorder
 from energylens.meter.tegra import has_rails, tegra_board
 
@@ -61,9 +61,8 @@ def read(recorder: JetsonRecorder, start_s: float, end_s: float) -> Reading:
     return recorder.reading(recorder._info.uuid, start_s, end_s)
 
 
-def by_role(recorder: JetsonRecorder, start_s: float, end_s: float) -> dict[str, Reading]:
-    series = recorder.rails(recorder._info.uuid)
-    return {role: reading(one, start_s, end_s) for role, one in series.items()}
+def by_role(recorder: JetsonRecorder, start_s: float, end_s: float) -> Mapping[str, Reading]:
+    return recorder.rail_readings(recorder._info.uuid, start_s, end_s)
 
 
 def trapezoid_j(t: np.ndarray, w: np.ndarray, start_s: float, end_s: float) -> float:
@@ -163,6 +162,15 @@ def test_the_resolution_of_the_monitor_is_in_the_error(tmp_path: Path) -> None:
     # 40 uV over 5 mOhm are 8 mA, at 5 V 40 mW.
     assert recorder.series(recorder._info.uuid).power_step_w == pytest.approx(0.04)
     assert read(recorder, 1001, 1034).energy_rel_error == pytest.approx(0.04 / 8.0)
+
+
+@pytest.mark.parametrize(("in_sysfs", "step_w"), [(True, 0.04), (False, 0.005)])
+def test_behind_jtop_the_resolution_is_still_that_of_the_monitor(
+    tmp_path: Path, in_sysfs: bool, step_w: float
+) -> None:
+    root = orin_nano(tmp_path).root if in_sysfs else tmp_path
+    meter, _ = jtop_meter(root, fake.power(fake.ORIN_NANO), Clock())
+    assert meter.devices()[0].power_step_w == pytest.approx(step_w)  # else that of 1 mA at 5 V
 
 
 def test_b2_only_samples_inside_the_window_count(tmp_path: Path) -> None:

@@ -301,7 +301,7 @@ def explore(
         for d in ((device,) if isinstance(device, str | Path | Device) else device)
     ]
     given = _anchors(anchors)
-    found = {}
+    found: dict[str, Frontier | Infeasible] = {}
     for board, count in pairs(boards, (gpus,) if isinstance(gpus, int) else gpus):
         s = setting(
             spec,
@@ -310,7 +310,8 @@ def explore(
             anchors=given if len(boards) == 1 else _of_device(given, board),
             catalogue=known,
         )
-        found[f"{count} x {board.name}"] = search(
+        linked = next((n for n in range(count, 0, -1) if s.link(n) is not None), None)
+        result = search(
             s.spec,
             engine=s.engine,
             device=s.device,
@@ -344,8 +345,15 @@ def explore(
             routing=routing,
             bundles=s.bundles,
             anchors=s.anchors,
-            link=s.link(count),
+            link=s.link(linked) if linked else None,
         )
+        if isinstance(result, Frontier) and linked not in (None, count):
+            note = (
+                f"no link between {count} {board.name} is known: that of {linked} stands for it, "
+                "and layouts of more are priced too well"
+            )
+            result = replace(result, notes=(*result.notes, note))
+        found[f"{count} x {board.name}"] = result
     return together(found)
 
 

@@ -214,6 +214,11 @@ def _notes(
             "each step that the engine's limits make of the prefill); sends between stages are "
             "priced as collectives of as many bytes"
         )
+    if workers > 1 and priced.model.link is None:
+        notes.append(
+            f"no link between {workers} {device.name} is known: collectives that were not measured "
+            "are priced as between the GPUs of one machine"
+        )
     limit = bundle.power_limit_w if bundle else device.power_limit_w
     notes += spec.notes
     narrow = {spec.stored(e) for b in spec.blocks for e in b.cascade}

@@ -586,6 +586,7 @@ class Frontier:
         configs: all that fit the memory, by layout and batch.
         table_error: relative error of the values that are not exact, at most as far as was seen.
         level: of the intervals; source: weakest of the exact predictions.
+        power_limit_w: of each board, where it was asked for.
     """
 
     spec: str
@@ -605,6 +606,7 @@ class Frontier:
     bundles: tuple[BundleRef, ...]
     anchors: Anchors | None
     notes: tuple[str, ...] = ()
+    power_limit_w: float | None = None
 
     @property
     def front(self) -> tuple[ScoredConfig, ...]:

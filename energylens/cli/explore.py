@@ -13,6 +13,7 @@ from energylens.cli.options import (
     Bundles,
     Engine,
     Json,
+    check_least,
     check_positive,
     find_engine,
     load_anchors,
@@ -131,7 +132,7 @@ def explore(
     check_output("--plot", plot, (".png", ".svg", ".pdf"))
     check_output("--html", html, (".html", ".htm"))
     if plot is not None:
-        if gen_len < 2:
+        if check_least("--gen-len", gen_len) < 2:
             raise SpecError("--plot is about time per token; give --gen-len of 2 or more")
         figure()
     catalogue, devices = Catalogue(bundle_files=tuple(bundle or ())), split_list(device)
@@ -141,8 +142,8 @@ def explore(
         gpus=parse_integers("--gpus", gpus),
         device=devices,
         engine=profile,
-        prompt_len=prompt_len,
-        gen_len=gen_len,
+        prompt_len=check_least("--prompt-len", prompt_len),
+        gen_len=check_least("--gen-len", gen_len),
         batch=parse_integers("--batch", batch),
         tp=parse_integers("--tp", tp) if tp else None,
         ep=parse_integers("--ep", ep) if ep else None,
@@ -153,11 +154,11 @@ def explore(
         max_power_w=check_positive("--max-w", max_w),
         min_throughput_tokens_s=check_positive("--min-throughput", min_throughput),
         objectives=None if objective is None else split_list(objective),
-        price_per_gpu_hour=price_per_gpu_hour,
-        price_per_kwh=price_per_kwh,
+        price_per_gpu_hour=check_positive("--price-per-gpu-hour", price_per_gpu_hour),
+        price_per_kwh=check_positive("--price-per-kwh", price_per_kwh),
         pue=pue,
-        carbon_g_per_kwh=carbon_g_per_kwh,
-        top=top,
+        carbon_g_per_kwh=check_positive("--carbon-g-per-kwh", carbon_g_per_kwh),
+        top=check_least("--top", top),
         contexts=_contexts(prompt_len + gen_len) if html else (),
         disaggregate=disaggregate,
         power_limit_w=check_positive("--power-limit", power_limit),

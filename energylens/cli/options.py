@@ -79,6 +79,13 @@ def check_positive(option: str, value: float | None) -> float | None:
     return value
 
 
+def check_least(option: str, value: int, least: int = 1) -> int:
+    """The value, refused where it is below ``least``."""
+    if value < least:
+        raise SpecError(f"{option}: {value} found, and must be at least {least}")
+    return value
+
+
 def milliseconds(option: str, milliseconds: float | None) -> float | None:
     """Seconds of an option given in ms, which must be above 0."""
     given = check_positive(option, milliseconds)

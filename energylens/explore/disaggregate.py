@@ -197,6 +197,12 @@ class Disaggregation:
         boards = sum(self._of(rows, "ends") for rows in ends)
         return seconds, seconds * boards * self._search.link_w
 
+    def _once(self, which: NDArray[np.bool_] | np.bool_) -> IntArray:
+        """Rows that run, each layout and batch once, however many replicas it is tried with."""
+        table = self._table
+        fewest = np.array([p.replicas == 1 for p in table.parallelism])[table.layout]
+        return np.flatnonzero(table.runs & which & (fewest | (not self._search.any_replicas)))
+
     def _prefills(self) -> IntArray:
         """Rows to prefill with: powers of two of prompts up to a full step, none worse in all."""
         table, search = self._table, self._search
@@ -206,13 +212,13 @@ class Disaggregation:
         full = np.maximum(limit * parts // search.workload.prompt_len, 1)
         batch = table.batch
         few = (batch & (batch - 1) == 0) | (batch == full)
-        rows = np.flatnonzero(table.runs & (((batch <= full) & few) | (batch == batch.min())))
+        rows = self._once(((batch <= full) & few) | (batch == batch.min()))
         return self._best(rows, "energy_per_prompt_j", "ttft_s", rate="ttft_s")
 
     def _decodes(self) -> IntArray:
         """Rows to decode with, none worse in all."""
         names = ("energy_per_token_j", "tpot_s", "total_power_w")
-        return self._best(np.flatnonzero(self._table.runs), *names, rate="tpot_s")
+        return self._best(self._once(np.True_), *names, rate="tpot_s")
 
     def _best(self, rows: IntArray, *names: str, rate: str) -> IntArray:
         """Those of ``rows`` that no other one beats by values, rate and GPUs of an instance."""

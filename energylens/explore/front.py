@@ -200,7 +200,7 @@ def scored_configs(chosen: Choice, pool: Pool) -> tuple[ScoredConfig, ...]:
         parallelism, batch = table.parallelism[table.layout[i]], int(table.batch[i])
         configs.append(
             ScoredConfig(
-                id=f"{parallelism.layout.replace(', ', '-').replace('=', '')}-b{batch}",
+                id=config_id(parallelism, pool.gpus, batch),
                 parallelism=parallelism,
                 batch=batch,
                 pool=pool,
@@ -212,6 +212,14 @@ def scored_configs(chosen: Choice, pool: Pool) -> tuple[ScoredConfig, ...]:
             )
         )
     return placed(configs, chosen.objectives)
+
+
+def config_id(parallelism: Parallelism, gpus: int, batch: int) -> str:
+    """``tp2-ep1-dp1-b8``; with ``-x3`` where there might be more replicas."""
+    layout = parallelism.layout.replace(", ", "-").replace("=", "")
+    most = gpus // (parallelism.gpus // parallelism.replicas)
+    fewer = f"-x{parallelism.replicas}" if parallelism.replicas < most else ""
+    return f"{layout}{fewer}-b{batch}"
 
 
 def placed(configs: Sequence[ScoredConfig], objectives: Sequence[str]) -> tuple[ScoredConfig, ...]:

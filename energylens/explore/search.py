@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -55,6 +55,11 @@ DEFAULT_OBJECTIVES = ("energy_per_token", "tpot")
 """What a deployment costs, and what a user feels; the throughput of a GPU nearly follows the
 first of them, and would only thicken the front."""
 
+
+# Of the mean power over what the governor holds: rows above are at the lowest clock, whatever the
+# table's error is; what is close to it is for the exact prediction to say.
+_ABOVE_CAP = 0.01
+_OF_ALL_REPLICAS = ("total_power_w", "gpus", "throughput_tokens_s")
 
 _IN_FLIGHT = (
     "layouts with pp: as many parts of the batch in flight as there are stages, as vLLM schedules "
@@ -186,6 +191,8 @@ def explore(
         config=Config(power_limit_w=power_limit_w, routing=routing),
         prices=prices,
         contexts=tuple(contexts),
+        max_power_w=constraints.max_power_w or np.inf,
+        any_replicas="gpus" in objectives,
         bundles=tuple(bundles),
         anchors=anchors,
         link=link,
@@ -216,9 +223,9 @@ def _check(
     unknown = [name for name in objectives if name not in OBJECTIVES]
     if unknown or not objectives:
         raise SpecError(
-            f"objective: unknown {unknown[0]!r}; allowed: {', '.join(OBJECTIVES)}"
+            f"--objective: unknown {unknown[0]!r}; allowed: {', '.join(OBJECTIVES)}"
             if unknown
-            else f"objective: none given; allowed: {', '.join(OBJECTIVES)}"
+            else f"--objective: none given; allowed: {', '.join(OBJECTIVES)}"
         )
     for name, limit in constraints.given().items():
         if not 0 < limit < float("inf"):
@@ -228,15 +235,18 @@ def _check(
         values += [LIMITED[c][0] for c in constraints.given()]
         if any(v.startswith(("tpot", "throughput", "cost_per_million")) for v in values):
             raise SpecError(
-                f"gen_len {gen_len}: no token follows the first, so there is no TPOT, no cost of a "
-                "token and no throughput; raise it to 2 or more, or choose other objectives and "
+                f"--gen-len {gen_len}: no token follows the first, so there is no TPOT, no cost of "
+                "a token and no throughput; raise it to 2 or more, or choose other objectives and "
                 "constraints, e.g. energy_per_prompt and ttft"
             )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Search:
-    """A model, what it may run on, and what was counted on the way."""
+    """A model, what it may run on, and what was counted on the way.
+
+    There are as many replicas as ``max_power_w`` allows, with ``any_replicas`` fewer ones, too.
+    """
 
     spec: Spec
     engine: Engine
@@ -247,6 +257,8 @@ class Search:
     config: Config
     prices: Prices
     contexts: tuple[int, ...]
+    max_power_w: float
+    any_replicas: bool
     bundles: tuple[Bundle, ...]
     anchors: Anchors | None
     link: Link | None
@@ -272,16 +284,25 @@ class Search:
                 )
             if not count:
                 continue
+            priced = self.machine(parallelism)
             layout = Layout(
                 stages=stages,
                 sums=sums,
-                machine=self.machine(parallelism),
+                machine=priced,
                 parallelism=parallelism,
                 workload=self.workload,
             )
             fitting = self._batches[:count]
             values = layout.values(fitting)
-            parts.append((parallelism, fitting, values | self.prices.values(values)))
+            held_w = priced.cap_w * (1.0 + _ABOVE_CAP)
+            holds = values["total_power_w"] / values["gpus"] <= held_w
+            if not holds.all():
+                reason = (
+                    f"{self.device.name} cannot hold {priced.cap_w:.0f} W: {parallelism.layout}"
+                )
+                self.infeasible[f"{reason}; raise --power-limit"] += int((~holds).sum())
+            fitting, values = fitting[holds], {name: v[holds] for name, v in values.items()}
+            parts += self._replicated(parallelism, fitting, values | self.prices.values(values))
         if not parts:
             return None, nearest
         rows = [len(batches) for _, batches, _ in parts]
@@ -293,6 +314,25 @@ class Search:
             runs=np.ones(sum(rows), dtype=np.bool_),
         )
         return table, nearest
+
+    def _replicated(
+        self, parallelism: Parallelism, batches: IntArray, values: Mapping[str, Array]
+    ) -> Iterator[tuple[Parallelism, IntArray, dict[str, Array]]]:
+        """The rows with as many replicas as the GPUs and the power allow.
+
+        Where the number of GPUs counts, with each number of them.
+        """
+        full = parallelism.replicas
+        each_w = values["total_power_w"] / full
+        most = np.clip(np.floor(self.max_power_w / each_w), 1, full)
+        for replicas in range(1, full + 1):
+            own = np.flatnonzero((most == replicas) | (self.any_replicas & (most >= replicas)))
+            if own.size:
+                scaled = {name: v[own] for name, v in values.items()}
+                for name in _OF_ALL_REPLICAS:
+                    if name in scaled:
+                        scaled[name] = scaled[name] * (replicas / full)
+                yield replace(parallelism, replicas=replicas), batches[own], scaled
 
     def machine(self, parallelism: Parallelism) -> Machine:
         """Prices of a layout's steps."""
@@ -339,8 +379,8 @@ class Search:
                 yield stages, sums, parallelism
         if not fits:
             raise SpecError(
-                f"no layout asked for fits on {self.gpus} GPUs; lower the degrees of tp, dp and "
-                "pp, or raise gpus"
+                f"no layout asked for fits on {self.gpus} GPUs; lower --tp, --dp or --pp, or "
+                "raise --gpus"
             )
 
     def _workload(self, batch: int) -> Workload:
@@ -411,7 +451,7 @@ class Search:
     def nothing_runs(self, nearest: Memory | None) -> str:
         """Why no configuration can run, and what comes closest."""
         reasons = "; ".join(self.infeasible)
-        if nearest is None:
+        if nearest is None or any("cannot hold" in reason for reason in self.infeasible):
             return f"no layout of {self.spec.name} can run on {self.gpus} GPUs: {reasons}"
         capacity = nearest.capacity_bytes / BYTES_PER_GB
         return (
@@ -438,7 +478,7 @@ class Search:
         for j, (name, limit) in enumerate(chosen.constraints.items()):
             if excess[row, j] > 0:
                 value = float(table.values[LIMITED[name][0]][row])
-                missed.append(f"{LIMITED[name][0]} {value:.4g} against {name} {limit:.4g}")
+                missed.append(_missed(name, value, limit))
         parallelism = table.parallelism[table.layout[row]]
         return (
             f"none of {len(table.batch)} configurations of {self.spec.name} meets the constraints; "
@@ -489,6 +529,7 @@ class Search:
             bundles=tuple(dict.fromkeys(b for p in predictions for b in p.bundles)),
             anchors=self.anchors,
             notes=tuple(notes),
+            power_limit_w=self.config.power_limit_w,
         )
 
     def _at_contexts(self, c: ScoredConfig) -> ScoredConfig:
@@ -522,6 +563,17 @@ class Search:
                     )
                 )
         return replace(c, by_context=tuple(points))
+
+
+def _missed(constraint: str, value: float, limit: float) -> str:
+    """What a configuration misses, in the words and units of the command line."""
+    option, unit, factor = {
+        "max_ttft_s": ("--max-ttft-ms", "ms", 1e3),
+        "max_tpot_s": ("--max-tpot-ms", "ms", 1e3),
+        "max_power_w": ("--max-w", "W", 1.0),
+        "min_throughput_tokens_s": ("--min-throughput", "tokens/s", 1.0),
+    }[constraint]
+    return f"{option} {limit * factor:.4g} with {value * factor:.4g} {unit}"
 
 
 def _overflow(held: Memory) -> float:

@@ -21,14 +21,16 @@ def commands(
 ) -> dict[str, str | None]:
     """Commands for a configuration by what they are for; None where there is none.
 
-    ``launch`` starts a replica; ``sglang`` and ``trtllm`` start the same layout under engines that
-    nobody has calibrated; ``predict`` gives its numbers again; ``bench``, against the launched
-    server, and ``profile`` measure what they are in truth.
+    ``launch`` starts a replica, after ``power_limit`` where one was asked for; ``sglang`` and
+    ``trtllm`` start the same layout under engines that nobody has calibrated; ``predict`` gives its
+    numbers again; ``bench``, against the launched server, and ``profile`` measure what they are in
+    truth.
     """
     serves = f.engine == "vllm"
+    limit = {} if f.power_limit_w is None else {"power_limit": _power_limit(f.power_limit_w)}
     if config.prefill is not None:
-        return _disaggregated(f, config, config.prefill, predict_command)
-    return {
+        return limit | _disaggregated(f, config, config.prefill, predict_command)
+    return limit | {
         "launch": launch_command(f, config),
         "sglang": _sglang(f, config) if serves else None,
         "trtllm": _trtllm(f, config) if serves else None,
@@ -51,8 +53,10 @@ def command_lines(
         each = f"{own} GPUs of its own" if own > 1 else "a GPU of its own"
         return f"{command}   # {p.replicas} of these, each on {each}"
 
+    limit = found.get("power_limit")
+    before = {"before": f"{limit}   # as root, where the GPUs are"} if limit else {}
     if config.prefill is not None:
-        return {
+        return before | {
             "launch, prefill": launch(found["launch_prefill"], config.prefill.parallelism),
             "launch, decode": launch(found["launch"], config.parallelism),
             "in front of both": "a proxy that sends a prompt to one that prefills, then to one "
@@ -68,7 +72,7 @@ def command_lines(
         "measure the server": found["bench"],
         "measure energy, too": found["profile"],
     }
-    return {name: text for name, text in lines.items() if text}
+    return before | {name: text for name, text in lines.items() if text}
 
 
 def _disaggregated(
@@ -108,6 +112,10 @@ def launch_command(f: Frontier, config: ScoredConfig) -> str | None:
         options.append(f"--max-num-batched-tokens {pool.batch_tokens}")
     options.append(f"--max-model-len {f.prompt_len + f.gen_len}")
     return f"vllm serve {_model(f)} {' '.join(options)}"
+
+
+def _power_limit(limit_w: float) -> str:
+    return f"nvidia-smi --power-limit {limit_w:g}"
 
 
 def _no_launch(f: Frontier) -> str:

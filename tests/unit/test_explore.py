@@ -240,8 +240,8 @@ def test_nothing_that_meets_names_the_closest_and_what_it_misses() -> None:
     result = search(space=space, constraints=Constraints(max_tpot_s=1e-4, max_power_w=9e3))
     assert isinstance(result, Infeasible)
     assert "the closest is tp=2, ep=1, dp=1 with 1 replicas at batch 1" in result.reason
-    assert "against max_tpot_s 0.0001" in result.reason
-    assert "max_power_w" not in result.reason
+    assert "misses --max-tpot-ms 0.1 with " in result.reason
+    assert "--max-w" not in result.reason
 
 
 def test_nothing_that_fits_says_how_much_is_missing() -> None:
@@ -260,10 +260,50 @@ def test_a_power_limit_that_cannot_be_held_is_a_reason() -> None:
 def test_a_power_limit_that_few_or_none_can_hold_still_ends_in_an_answer(capsys: Capture) -> None:
     result = search(power_limit_w=135.0, gpus=1, space=SearchSpace(batches=range(1, 65)), exact=2)
     assert isinstance(result, Infeasible)
-    assert "that look the best can run: h200 cannot hold" in result.reason
+    assert "no layout of llama3_8b can run on 1 GPUs: h200 cannot hold 134 W" in result.reason
     words = ["explore", "llama3_8b", "--gpus", "1", "--power-limit", "150", "--batch", "1..64"]
     assert main([*words, "--top", "2"]) == 3
     assert "cannot hold" in capsys.readouterr().err
+
+
+def test_rows_that_cannot_hold_a_power_limit_are_refused_one_by_one() -> None:
+    # Prefills of large batches draw more than small ones, whatever the clock.
+    f = found(power_limit_w=250.0, space=SearchSpace(batches=range(1, 65), tp=(1,), pp=(1,)))
+    refused = sum(n for reason, n in f.counts.infeasible_by.items() if "cannot hold" in reason)
+    assert 0 < refused == f.counts.infeasible < 64
+    assert f.counts.tried == 64 == len(f.configs) + refused
+    for batch in (min(c.batch for c in f.configs), max(c.batch for c in f.configs)):
+        engine = CATALOGUE.engine("vllm")
+        p = predict(
+            CATALOGUE.spec("llama3_8b"),
+            engine=engine,
+            device=H200,
+            config=Config(power_limit_w=250.0),
+            workload=Workload(batch=batch),
+            bundles=CATALOGUE.bundles(H200, engine),
+        )
+        assert isinstance(p, Prediction)
+
+
+def test_fewer_replicas_where_gpus_or_power_count() -> None:
+    space = SearchSpace(batches=(16, 64), tp=(1, 2), pp=(1,))
+    f = found(gpus=4, space=space, objectives=("gpus", "energy_per_token"), exact=ALL)
+    best = f.best("gpus")
+    assert best.parallelism.replicas == best.values["gpus"] == 1
+    assert {c.parallelism.replicas for c in f.configs if c.parallelism.tp == 1} == {1, 2, 3, 4}
+    assert {c.id for c in f.configs} >= {"tp1-ep1-dp1-x1-b64", "tp1-ep1-dp1-b64"}
+    # Each replica is what it is alone, and there are as many tokens as replicas make.
+    one, four = (
+        next(c for c in f.configs if c.id == f"tp1-ep1-dp1{x}-b64").values for x in ("-x1", "")
+    )
+    assert one["energy_per_token_j"] == pytest.approx(four["energy_per_token_j"])
+    for name in ("total_power_w", "throughput_tokens_s", "gpus"):
+        assert 4 * one[name] == pytest.approx(four[name])
+    limits = Constraints(max_power_w=1500.0)
+    g = found(gpus=4, space=space, constraints=limits, exact=ALL)
+    kept = {c.parallelism.tp: c for c in g.configs if c.batch == 64 and not c.filtered_by}
+    assert {tp: c.parallelism.replicas for tp, c in kept.items()} == {1: 2, 2: 1}
+    assert all(c.values["total_power_w"] <= 1500 for c in kept.values())
 
 
 def test_the_best_of_equal_ones_is_on_the_front() -> None:
@@ -631,7 +671,11 @@ def test_a_missing_plotting_library_is_told_before_the_work(
         (["--csv", "/dev/null/no/a.csv"], "--csv: /dev/null/no/a.csv cannot be written"),
         (["--tp", "4"], "no layout asked for fits on 2 GPUs"),
         (["--engine", "nobody"], "unknown engine"),
-        (["--top", "0"], "at least 1"),
+        (["--top", "0"], "--top: 0 found, and must be at least 1"),
+        (["--gen-len", "0"], "--gen-len: 0 found, and must be at least 1"),
+        (["--prompt-len", "-3"], "--prompt-len: -3 found"),
+        (["--gen-len", "1"], "--gen-len 1: no token follows the first"),
+        (["--price-per-kwh", "-1"], "--price-per-kwh: -1 found"),
         (["--objective", "cost_per_token"], "--price-per-gpu-hour, --price-per-kwh or both"),
         (["--pue", "1.3"], "--price-per-kwh or --carbon-g-per-kwh"),
     ],
@@ -657,7 +701,7 @@ def test_nothing_left_exits_with_3_and_a_document(capsys: Capture) -> None:
     assert document["feasible"] is False
     assert document["configs"] == []
     assert document["reason"] in err
-    assert "misses throughput_tokens_s" in document["reason"]
+    assert "misses --min-throughput 1e+09 with " in document["reason"]
 
 
 def test_an_engine_without_limits_is_searched_too() -> None:

@@ -311,6 +311,8 @@ KERNELS: Mapping[str, KernelType] = MappingProxyType(
         "reduce_scatter": _COLLECTIVE,
         "all_to_all": _COLLECTIVE,
         "vllm_all_reduce": _COLLECTIVE,
+        # From a worker of one pipeline stage to one of the next: two workers, all values one way.
+        "send": _COLLECTIVE,
     }
 )
 """Every kernel that can be costed.

@@ -105,6 +105,7 @@ BY_HAND = [
     ("all_gather", {"values": 1000, "workers": 4}, 0, 1000, 1000),
     ("reduce_scatter", {"values": 1000, "workers": 4}, 0, 1000, 1000),
     ("all_to_all", {"values": 1000, "workers": 4}, 0, 1000, 1000),
+    ("send", {"values": 1000, "workers": 2}, 0, 1000, 1000),
 ]
 
 

@@ -444,6 +444,7 @@
   $("reset").addEventListener("click", (event) => {
     event.preventDefault();
     state = start();
+    selected = null;
     for (const limit of limits) limit.now = limit.given;
     fillFilters();
     update();

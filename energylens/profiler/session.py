@@ -32,6 +32,7 @@ from energylens.profiler.metrics import (
     BASELINE,
     FOREIGN,
     OUTLIER_RULE,
+    VALIDITY_RULE,
     BoardReading,
     WorkerWindow,
     defect_text,
@@ -486,6 +487,7 @@ class Session:
             "window_s": self.limits.window_s,
             "settle_s": self.limits.settle_s,
             "outlier_rule": OUTLIER_RULE,
+            "validity_rule": VALIDITY_RULE,
             "phases": {
                 phase: [_reading_facts(r) for r in self._readings.get(phase, ())]
                 for phase in phases

@@ -68,7 +68,7 @@ def _row(document: Mapping[str, Any], phase: str) -> dict[str, Any]:
         "tp": split["tp"],
         "ep": split["ep"],
         "phase": phase,
-        "mode": document["modes"].get("decode" if phase == "request" else phase),
+        "mode": _mode(document, phase),
         "batch": work["batch"],
         "prompt_len": work["prompt_len"],
         "context_len": context,
@@ -92,6 +92,13 @@ def _row(document: Mapping[str, Any], phase: str) -> dict[str, Any]:
     }
 
 
+def _mode(document: Mapping[str, Any], phase: str) -> str | None:
+    """Launch mode of a phase; of a request, that of its decode steps."""
+    modes = document["modes"]
+    found: str | None = modes.get(phase)
+    return modes.get("decode") if phase == "request" and found is None else found
+
+
 def _joined(values: Iterator[Any]) -> str:
     """One cell for all boards; empty where none has the value."""
     cells = [_cell(v) for v in values]
@@ -106,12 +113,12 @@ def _cell(value: Any) -> str:
 
 def _subject(document: Mapping[str, Any]) -> str:
     degrees = "".join(f", {name} {n}" for name, n in document["parallelism"].items() if n > 1)
-    work, modes = document["workload"], document["modes"]
+    work = document["workload"]
     return (
         f"{document['model']} on {document['n_gpus']} x {document['device_name']}, engine "
         f"{document['engine']} {document['engine_version']}{degrees}, {document['precision']}: "
         f"batch {work['batch']}, prompt {work['prompt_len']}, generate {work['gen_len']}, decode "
-        f"context {work['context_len']:g} ({modes.get('decode')})"
+        f"context {work['context_len']:g}"
     )
 
 
@@ -129,11 +136,24 @@ def _latency_table(document: Mapping[str, Any], measured: list[str]) -> Table:
                 *(quantity(t[p], "s") for p in ("p50", "p90", "p99", "std")),
                 str(found["n"]),
                 str(found["n_outliers"]),
+                _mode(document, phase) or "-",
                 found["regime"] or "-",
             )
         )
-    columns = ("", "mean", "± 95 %", "p50", "p90", "p99", "std", "n", "outliers", "waits for")
-    return table("latency", columns, rows, text=(0, 9))
+    columns = (
+        "",
+        "mean",
+        "± 95 %",
+        "p50",
+        "p90",
+        "p99",
+        "std",
+        "n",
+        "outliers",
+        "mode",
+        "waits for",
+    )
+    return table("latency", columns, rows, text=(0, 9, 10))
 
 
 def _energy_table(document: Mapping[str, Any], measured: list[str]) -> Table:
@@ -203,11 +223,12 @@ def _lines(document: Mapping[str, Any], measured: list[str]) -> Iterator[str]:
         yield f"(TTLT - TTFT) / (generated - 1): {quantity(document['tpot_s'], 's')}"
     for name, value in document["metrics"].items():
         yield f"{name}: {value}"
-    check = document["environment"].get("graph_check")
-    if check is not None:
+    for phase, check in document["environment"].get("graph_checks", {}).items():
+        entries = check["entries_distance"]
+        also = "" if entries is None else f", new cache entries by {100 * entries:.2f} %"
         yield (
-            f"captured decode against eager: logits differ by {100 * check['logits_distance']:.2f} "
-            f"% ({100 * check['tolerance']:g} % allowed), same token in "
+            f"{phase}, captured against eager: logits differ by "
+            f"{100 * check['logits_distance']:.2f} %{also}, same token in "
             f"{100 * check['same_tokens']:.0f} %"
         )
     for phase in measured:

@@ -33,7 +33,7 @@ INTERNAL: dict[str, set[str]] = {
     "predict": {"spec", "graph", "lower", "cost", "schedule", "results"},
     "explore": {"spec", "lower", "cost", "schedule", "predict", "results"},
     "serving": {"spec", "lower", "cost", "predict", "results"},
-    "truth": {"spec", "results", "anchors"},
+    "truth": {"spec", "results", "anchors", "measured"},
     "validate": {"results"},
     "baseline": {"results"},
     "report": {"spec", "results", "anchors", "validate", "baseline"},

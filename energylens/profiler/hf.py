@@ -16,6 +16,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from energylens.errors import SpecError, UnsupportedError
@@ -29,8 +30,9 @@ from energylens.profiler.captured import (
     newest_entries,
 )
 from energylens.profiler.loader import LoadedModel, Place
+from energylens.profiler.marks import marked
 from energylens.profiler.options import ProfileRequest
-from energylens.profiler.steps import Stepper
+from energylens.profiler.tracing import record
 from energylens.spec.load import list_resources, load_spec
 from energylens.spec.model import Spec
 
@@ -145,7 +147,7 @@ class HfEngine:
         return out.logits[:, -1:], found
 
     @contextmanager
-    def stepper(self, phase: str) -> Iterator[Stepper]:
+    def stepper(self, phase: str) -> Iterator[_TorchStepper]:
         """The phase, ready to run; what it holds is freed afterwards."""
         with self._torch.inference_mode():
             make = {"prefill": self._prefill, "decode": self._decode, "request": self._request}
@@ -158,6 +160,11 @@ class HfEngine:
                 self._torch.cuda.synchronize()
                 del step
                 self._torch.cuda.empty_cache()
+
+    def trace(self, phase: str, path: Path) -> None:
+        """Write the kernel trace of some steps of a phase."""
+        with self.stepper(phase) as stepper:
+            record(stepper, phase, path, marked(self.model), stepper.eager)
 
     def _prefill(self) -> _Steps:
         ids = self._ids[:, : self.request.prompt_len]

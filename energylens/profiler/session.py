@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import platform
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -20,7 +21,8 @@ from typing import Any, Protocol
 from energylens import __version__
 from energylens.anchors import load_anchors
 from energylens.errors import MeterError, SpecError
-from energylens.measured import MemoryProfile, PhaseProfile, Profile
+from energylens.files import write_atomically
+from energylens.measured import MemoryProfile, PhaseProfile, Profile, ThrottleCheck
 from energylens.meter.base import (
     AbstractMeter,
     AbstractRecorder,
@@ -41,8 +43,11 @@ from energylens.profiler.metrics import (
 from energylens.profiler.options import ProfileRequest
 from energylens.profiler.roofline import Yardstick
 from energylens.profiler.steps import Limits, Stepper, Team, run_window
+from energylens.profiler.throttle import throttle_check
 from energylens.profiler.timeline import write_timeline
-from energylens.results import Anchors
+from energylens.profiler.trace import annotate, kernel_csv
+from energylens.profiler.tracing import kernels, trace_file
+from energylens.results import Anchors, KernelRow
 from energylens.spec.load import load_device
 from energylens.spec.model import Spec
 from energylens.store import board_hash, new_run_id
@@ -141,6 +146,10 @@ class Engine(Protocol):
         """The phase, ready to run."""
         ...
 
+    def trace(self, phase: str, path: Path) -> None:
+        """Write the kernel trace of some steps of a phase; a pass of its own."""
+        ...
+
 
 class Progress(Protocol):
     """Who shows how far the run is."""
@@ -228,6 +237,7 @@ class Session:
         self._peaks: list[float | None] = []
         self._trust: dict[str, Any] = {}
         self._found: dict[str, Any] = {}
+        self._kernels: tuple[KernelRow, ...] = ()
         self._missing: list[str] = list(self.request.phases)
         self._interrupted = False
 
@@ -244,9 +254,9 @@ class Session:
                 self._run()
             except KeyboardInterrupt:
                 self._interrupted = True
-            if self._recorder is not None and self.request.power_timeline:
+            if self._recorder is not None and self.request.timeline:
                 write_timeline(
-                    Path(self.request.power_timeline),
+                    Path(self.request.timeline),
                     [self._recorder.series(i.uuid) for i in self._infos],
                     self._marks(),
                     interval_s=self.request.sample_interval_s,
@@ -270,6 +280,40 @@ class Session:
         )
         for metric in self.metrics:
             self._found |= metric(given)
+        if self.request.torch_profile or self.request.kernel_profile:
+            self._trace()
+
+    def _trace(self) -> None:
+        """The profiled pass; the traces are kept with the meter's samples in them, or thrown away.
+
+        Each worker writes its own files; worker 0 adds the samples, since it has them.
+        """
+        request, worker = self.request, self.team.worker
+        with ExitStack() as stack:
+            folder = Path(request.trace_dir)
+            traces = folder
+            if not request.torch_profile:
+                traces = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            for phase in request.phases:
+                self.progress.start(f"{phase}, kernels")
+                self.team.gather(None)
+                self.engine.trace(phase, trace_file(traces, phase, worker))
+            self._kernels = kernels(traces, request.phases, worker)
+            if request.kernel_profile:
+                table = folder / f"kernels-worker{worker}.csv"
+                write_atomically(table, kernel_csv(self._kernels))
+            self.team.gather(None)
+            if request.torch_profile and self._recorder is not None:
+                self._annotate(traces)
+
+    def _annotate(self, folder: Path) -> None:
+        assert self._recorder is not None  # only called where there is one
+        unix_offset_s = time.time() - self._recorder.now()
+        for phase in self.request.phases:
+            for info, worker in zip(self._infos, self._owners, strict=False):
+                path = trace_file(folder, phase, worker)
+                samples = {worker: self._recorder.series(info.uuid)}  # CUDA's ordinal: workers'
+                annotate(path, samples, path, unix_offset_s=unix_offset_s)
 
     def _phase(self, phase: str) -> None:
         self.progress.start(phase)
@@ -382,10 +426,12 @@ class Session:
             bandwidth_utilisation=yardstick.bandwidth(phases.get("decode")),
             compute_utilisation=yardstick.compute(phases.get("prefill")),
             metrics=dict(self._found),
+            kernels=self._kernels,
+            throttle=self._throttle(),
             anchors=self._anchors(),
             environment=self._environment(),
             meter=self._meter_facts(phases),
-            power_timeline=request.power_timeline if self._recorder else None,
+            power_timeline=request.timeline if self._recorder else None,
             reasons=tuple(self._reasons(phases)),
             energy_reason=self._energy_reason,
         )
@@ -493,6 +539,16 @@ class Session:
                 for phase in phases
             },
         }
+
+    def _throttle(self) -> tuple[ThrottleCheck, ...] | None:
+        recorder = self._recorder
+        if recorder is None or not self.request.throttle_check:
+            return None
+        return tuple(
+            throttle_check(phase, recorder.series(info.uuid), start_s, end_s)
+            for phase, start_s, end_s in self._marks()
+            for info in self._infos
+        )
 
     def _marks(self) -> list[tuple[str, float, float]]:
         return [

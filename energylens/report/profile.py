@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from energylens.report.table import digits, quantity, table
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _BYTES_PER_GIB = float(2**30)
+_LONGEST = 8
+"""Kernels of a phase that the table names; the CSV file has all."""
 _LABELS = {
     "prefill": ("TTFT", "J/prompt", "energy_per_prompt_j"),
     "decode": ("decode step", "J/token", "energy_per_token_j"),
@@ -34,6 +36,11 @@ def profile_table(document: Mapping[str, Any]) -> RenderableType:
             parts.append(_energy_table(document, measured))
         if any(len(document[phase]["per_gpu"]) > 1 for phase in measured):
             parts.append(_gpu_table(document, measured))
+    if document["breakdown"]:
+        parts.append(_kind_table(document["breakdown"]))
+        parts.append(_kernel_table(document["breakdown"]))
+    if document["throttle"]:
+        parts.append(_throttle_table(document["throttle"]))
     parts += list(_lines(document, measured))
     return Group(*parts)
 
@@ -195,6 +202,58 @@ def _gpu_table(document: Mapping[str, Any], measured: list[str]) -> Table:
     return table("per GPU", ("phase", "board", "per step", "power", "SM clock"), rows, text=(0, 1))
 
 
+def _kind_table(kernels: Sequence[Mapping[str, Any]]) -> Table:
+    sums: dict[tuple[str, str], list[float]] = {}
+    for row in kernels:
+        parts = sums.setdefault((row["phase"], row["kind"]), [0.0, 0.0, 0.0])
+        for i, name in enumerate(("count", "latency_s", "share")):
+            parts[i] += row[name]
+    order = list(dict.fromkeys(row["phase"] for row in kernels))
+    rows = [
+        (phase, kind, f"{count:g}", quantity(seconds, "s"), f"{100 * share:.1f} %")
+        for (phase, kind), (count, seconds, share) in sorted(
+            sums.items(), key=lambda item: (order.index(item[0][0]), -item[1][1])
+        )
+    ]
+    columns = ("phase", "op kind", "launches", "per step", "share")
+    return table("kernel time, profiled pass", columns, rows, text=(0, 1))
+
+
+def _kernel_table(kernels: Sequence[Mapping[str, Any]]) -> Table:
+    longest = sorted(kernels, key=lambda row: -row["latency_s"])
+    rows = [
+        (row["phase"], row["kind"], row["op"], f"{row['count']:g}", quantity(row["latency_s"], "s"))
+        for phase in dict.fromkeys(row["phase"] for row in kernels)
+        for row in [r for r in longest if r["phase"] == phase][:_LONGEST]
+    ]
+    columns = ("phase", "op kind", "kernel", "launches", "per step")
+    return table("longest kernels", columns, rows, text=(0, 1, 2), wrap=(2,))
+
+
+def _throttle_table(checks: Sequence[Mapping[str, Any]]) -> Table:
+    rows = []
+    for check in checks:
+        reasons = (f"{name} {100 * part:.0f} %" for name, part in check["reasons"].items())
+        said = {True: "yes", False: "no", None: "-"}
+        rows.append(
+            (
+                check["phase"],
+                check["board_uuid"],
+                _range(check["temperature_c"], "°C"),
+                _range(check["sm_clock_mhz"], "MHz"),
+                _range(check["power_w"], "W"),
+                said[check["throttled"]],
+                ", ".join(reasons) or "-",
+            )
+        )
+    columns = ("phase", "board", "temperature", "SM clock", "power", "throttled", "clock events")
+    return table("throttle check", columns, rows, text=(0, 1, 5, 6), wrap=(6,))
+
+
+def _range(spread: Mapping[str, float] | None, unit: str) -> str:
+    return "-" if spread is None else f"{spread['low']:.0f} to {spread['high']:.0f} {unit}"
+
+
 def _lines(document: Mapping[str, Any], measured: list[str]) -> Iterator[str]:
     memory = document["memory"]
     sizes = {
@@ -234,6 +293,8 @@ def _lines(document: Mapping[str, Any], measured: list[str]) -> Iterator[str]:
     for phase in measured:
         if document[phase]["flags"]:
             yield f"{phase}: {', '.join(document[phase]['flags'])}"
+    if document["breakdown"]:
+        yield "op kinds beside the prediction: energylens validate FILE, for the file of -o"
     for note in document["environment"].get("notes", ()):
         yield f"note: {note}"
     if document["energy_reason"] is not None:

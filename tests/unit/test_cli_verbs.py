@@ -105,6 +105,21 @@ FLAGS = {
     },
 }
 
+FLAGS["profile"] = {
+    spelling
+    for flag in (
+        *("--ttft", "--tpot", "--ttlt", "--size", "--energy", "--energy-monitor", "--batch"),
+        *("--batch-size", "--prompt-len", "--gen-len", "--context-len", "--repeats", "--engine"),
+        *("--cache-graph", "--ngpus", "--replicas", "--tp", "--ep", "--pp", "--device-map"),
+        *("--reduce-strategy", "--dtype", "--attn", "--random-weights", "--prompt-file", "--seed"),
+        *("--spec", "--anchor", "--measure-anchor", "--power-timeline", "--sample-interval"),
+        *("--torch-profile", "--kernel-profile", "--throttle-check", "--trace-dir", "--plugin"),
+        *("--model", "--model-name", "--iterations", "--log-level", "--json", "--csv", "--out"),
+    )
+    # ELANA's spelling beside ours; of the options that it has not, only ours.
+    for spelling in {flag, "--" + flag[2:].replace("-", "_")}
+} - {"--context_len", "--measure_anchor"} | {"-o"}
+
 COLUMNS = "record_id,device,engine,spec,phase,mode,batch,prompt_len,latency_s,energy_j,tp"
 ROWS = (
     "one,h200,hf,llama3_8b,prefill,eager,8,1024,0.24,168,1",

@@ -34,7 +34,16 @@ KEYS = {
     *("ttft_latency_ms", "ttft_energy_j_per_prompt", "tpot_latency_ms"),
     *("tpot_energy_j_per_token", "ttlt_latency_ms", "ttlt_energy_j_per_request"),
     *("throughput_tokens_s", "tokens_per_j", "bandwidth_utilisation", "compute_utilisation"),
-    *("breakdown", "anchors", "environment", "meter", "power_timeline", "valid", "reasons"),
+    *(
+        "breakdown",
+        "throttle",
+        "anchors",
+        "environment",
+        "meter",
+        "power_timeline",
+        "valid",
+        "reasons",
+    ),
     "energy_reason",
 }
 """Of ``energylens/profile/v1``, as readers expect them."""
@@ -360,6 +369,32 @@ def test_the_power_time_line_names_phases_and_boards(tmp_path: Path) -> None:
     assert 120.0 in outside
     assert {r["board_uuid"] for r in rows} == {board_hash(board.uuid)}
     assert document["power_timeline"] == str(path)
+
+
+def test_the_throttle_check_tells_heat_clocks_and_reasons_of_each_phase(tmp_path: Path) -> None:
+    board = gpu(
+        temperature_c=lambda t: 45 + int((t - 1000) * 2),
+        sm_mhz=lambda t: 1980 if t < 1009 else 1200,
+        reasons=lambda t: 0 if t < 1009 else 0x20,
+    )
+    request = ProfileRequest(
+        model="llama3_2_1b",
+        phases=("decode",),
+        size=False,
+        throttle_check=True,
+        trace_dir=str(tmp_path),
+    )
+    document = profile_to_json(session(FakeEngine(Machine(board)), request).measure())
+    (check,) = document["throttle"]
+    assert (check["phase"], check["board_uuid"]) == ("decode", board_hash(board.uuid))
+    assert (check["sm_clock_mhz"]["low"], check["sm_clock_mhz"]["high"]) == (1200, 1980)
+    assert check["temperature_c"]["low"] < 63 <= check["temperature_c"]["high"]
+    assert check["throttled"] is True
+    assert 0 < check["reasons"]["sw_thermal_slowdown"] < 1
+    assert "throttled" in document["decode"]["flags"]
+    rows = csv.DictReader((tmp_path / "throttle.csv").read_text(encoding="utf-8").splitlines())
+    after = [r for r in rows if r["sm_clock_mhz"] == "1200"]
+    assert {r["reasons"] for r in after} == {"sw_thermal_slowdown"}
 
 
 def test_loads_integrate_exactly() -> None:

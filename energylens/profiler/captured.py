@@ -5,8 +5,9 @@ Two things are compared. The logits, relative to the size of the eager ones: rou
 another token or half of the context missing moves them by 20 % and more. With random weights
 attention is nearly even, so that a position or a length that is off by one moves the logits no
 more than rounding does. So the cache entries that the steps wrote are compared too, in the first
-layer that keeps all of them: there a key depends on nothing but token and position, rounding moves
-it by less than 1 %, a position off by one by 20 %, a wrong slot by all of its size.
+layer that keeps all of them: there they depend on nothing but token and position. One rounding
+moves them by 0.4 % at most, a position off by one by 14 % (RoPE), another slot by all of their
+size.
 """
 
 from __future__ import annotations

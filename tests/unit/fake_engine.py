@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 from helpers_nvml import Clock, FakeBoard, FakeNvml
+from made_trace import BASE_NS, START_US, MadeTrace
 
 from energylens.measured import MemoryProfile
 from energylens.meter.base import AbstractMeter, DeviceInfo
@@ -150,6 +154,21 @@ class FakeEngine:
     def stepper(self, phase: str) -> Iterator[FakeEngine]:
         self.phase, self.begin = phase, self.steps
         yield self
+
+    def trace(self, phase: str, path: Path) -> None:
+        """Two steps of two kernels, launched now."""
+        made = MadeTrace()
+        for step in range(2):
+            start = 100.0 * step
+            made.span("user_annotation", f"energylens::{phase}", start, 90.0)
+            made.span("user_annotation", "energylens::norm", start + 1, 20.0)
+            made.launch("vectorized_elementwise", start + 2, 4.0)
+            made.span("user_annotation", "energylens::gemm", start + 40, 20.0)
+            made.launch("nvjet_a", start + 42, 12.0)
+        now_ns = time.time_ns() - int(START_US * 1000)
+        text = made.text().replace(str(BASE_NS), str(now_ns))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(gzip.compress(text.encode()))
 
     queued = True
 

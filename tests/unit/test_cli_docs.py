@@ -11,7 +11,7 @@ import typer
 from energylens.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "CONTRIBUTING.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/profiler.md")
 
 
 def commands() -> dict[str, set[str]]:
@@ -31,8 +31,14 @@ def test_commands_on_the_pages_exist_with_their_flags(page: str) -> None:
     assert mentioned
     for verb, rest in mentioned:
         assert verb in known, f"{page}: energylens {verb}"
-        for flag in re.findall(r"--[a-z-]+", rest):
+        for flag in re.findall(r"--[a-z_-]+", rest):
             assert flag in known[verb], f"{page}: energylens {verb} {flag}"
+
+
+def test_the_profilers_page_names_every_flag_of_its_own() -> None:
+    text = (ROOT / "docs" / "profiler.md").read_text(encoding="utf-8")
+    missing = {flag for flag in commands()["profile"] if "_" not in flag and flag not in text}
+    assert missing == set()
 
 
 def test_readme_names_every_verb() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import io
+import json
 import math
 import sys
 from pathlib import Path
@@ -395,6 +397,44 @@ def test_the_throttle_check_tells_heat_clocks_and_reasons_of_each_phase(tmp_path
     rows = csv.DictReader((tmp_path / "throttle.csv").read_text(encoding="utf-8").splitlines())
     after = [r for r in rows if r["sm_clock_mhz"] == "1200"]
     assert {r["reasons"] for r in after} == {"sw_thermal_slowdown"}
+
+
+def traced(folder: Path, **fields: bool) -> dict[str, Any]:
+    request = ProfileRequest(
+        model="llama3_2_1b", phases=("decode",), size=False, trace_dir=str(folder), **fields
+    )
+    engine = FakeEngine(Machine(gpu()))
+    return profile_to_json(session(engine, request).measure())
+
+
+def test_the_profiled_pass_gives_kernels_by_op_kind_and_no_energy(tmp_path: Path) -> None:
+    plain = traced(tmp_path / "none")
+    document = traced(tmp_path, torch_profile=True, kernel_profile=True)
+    assert document["decode"]["energy_j"] == pytest.approx(plain["decode"]["energy_j"])
+    assert [
+        (r["kind"], r["count"], round(r["latency_s"] * 1e6)) for r in document["breakdown"]
+    ] == [
+        ("gemm", 1, 12),
+        ("norm", 1, 4),
+    ]
+    assert [r["share"] for r in document["breakdown"]] == pytest.approx([0.75, 0.25])
+    trace = json.loads(gzip.decompress((tmp_path / "decode-worker0.json.gz").read_bytes()))
+    counters = {e["name"]: e["args"] for e in trace["traceEvents"] if e["ph"] == "C"}
+    assert counters["GPU 0 power"] == {"W": 120.0}  # the scripted board rests meanwhile
+    assert counters["GPU 0 SM clock"] == {"MHz": pytest.approx(1980)}
+    rows = csv.DictReader((tmp_path / "kernels-worker0.csv").read_text("utf-8").splitlines())
+    assert [r["op"] for r in rows] == ["nvjet_a", "vectorized_elementwise"]
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(document), encoding="utf-8")
+    (row,) = read_measurements([path])
+    assert [k.kind for k in row.kernels] == ["gemm", "norm"]
+
+
+def test_a_kernel_table_alone_leaves_no_trace(tmp_path: Path) -> None:
+    document = traced(tmp_path, kernel_profile=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["kernels-worker0.csv"]
+    assert len(document["breakdown"]) == 2
+    assert traced(tmp_path / "none")["breakdown"] is None
 
 
 def test_loads_integrate_exactly() -> None:

@@ -78,8 +78,10 @@ def main() -> None:
     )
     parser.add_argument("--samples", type=Path, default=Path("calibration/samples/h200"))
     options = parser.parse_args()
-    device, specs = load_device("h200"), list_resources("specs")
+    device = load_device("h200")
     folders = sorted(p for p in options.samples.iterdir() if p.is_dir())
+    replayed = {s.label.split()[0] for f in folders for s in Store(f).samples if s.block == "mix"}
+    specs = [name for name in list_resources("specs") if name in replayed]
     everything: list[tuple[float, float]] = []
     for name in specs:
         own = shapes_of([name]) - shapes_of(n for n in specs if n != name)

@@ -33,6 +33,8 @@ class KernelType:
         flops: shape -> FLOPs (a multiply-add is two).
         read, write: shape -> values read and written (in units of one stored value; bytes follow
             from the dtype).
+        stored: shape -> those of the values read that are weights or cache, where all else may be
+            wider than they are; None: everything is in the op's dtype.
         is_collective: True where workers exchange data; the shape then holds ``values`` and
             ``workers``.
     """
@@ -42,6 +44,7 @@ class KernelType:
     flops: Callable[[Shape], float]
     read: Callable[[Shape], float]
     write: Callable[[Shape], float]
+    stored: Callable[[Shape], float] | None = None
     is_collective: bool = False
 
 
@@ -49,6 +52,18 @@ def _pairs(s: Shape) -> float:
     """Causal (query, key) pairs per head and sequence: a token sees itself and all before it."""
     new, context = s["new"], s["context"]
     return new * context - new * (new - 1) / 2
+
+
+def _pairs_in_window(s: Shape) -> float:
+    """The same where a token sees no more than the last ``window`` tokens, itself among them."""
+    new, past, window = s["new"], s["context"] - s["new"], s["window"]
+    growing = min(max(window - past, 0.0), new)  # new tokens that see all before them
+    return growing * past + growing * (growing + 1) / 2 + (new - growing) * window
+
+
+def _seen_in_window(s: Shape) -> float:
+    """Tokens that any of the new ones sees."""
+    return min(s["context"], s["new"] + s["window"] - 1)
 
 
 def _head(s: Shape, heads: str) -> float:
@@ -98,6 +113,19 @@ _ATTENTION = KernelType(
         s["batch"] * (_head(s, "q_heads") * s["new"] + 2 * _head(s, "kv_heads") * s["context"])
     ),
     write=lambda s: s["batch"] * _head(s, "q_heads") * s["new"],
+    stored=lambda s: 2 * s["batch"] * _head(s, "kv_heads") * s["context"],
+)
+
+_WINDOW = KernelType(
+    kind=Kind.ATTENTION,
+    dims=(*_ATTENTION_DIMS, "window"),
+    flops=lambda s: 4 * s["batch"] * _head(s, "q_heads") * _pairs_in_window(s),
+    read=lambda s: (
+        s["batch"]
+        * (_head(s, "q_heads") * s["new"] + 2 * _head(s, "kv_heads") * _seen_in_window(s))
+    ),
+    write=lambda s: s["batch"] * _head(s, "q_heads") * s["new"],
+    stored=lambda s: 2 * s["batch"] * _head(s, "kv_heads") * _seen_in_window(s),
 )
 
 _ROPE = KernelType(
@@ -117,26 +145,25 @@ _SILU_MUL = KernelType(
 )
 
 
-def _moe(between: Callable[[Shape], float]) -> KernelType:
-    """Experts of one worker, from the router's logits on, with ``between`` rows in the buffers.
+def _between_experts(s: Shape) -> float:
+    """Values between the products of experts, whose buffers hold the pairs of all workers."""
+    return s["tokens"] * s["topk"] * (3 * s["hidden"] + s["width"])
 
-    ``rows`` are the (token, expert) pairs among the ``experts`` that it holds, of which ``active``
-    have any and the fullest has ``largest``.
-    """
-    return KernelType(
-        kind=Kind.MOE,
-        dims=("tokens", "topk", "experts", "rows", "active", "largest", "width", "hidden"),
-        # Gate, up and down for each (token, expert) pair.
-        flops=lambda s: 6 * s["rows"] * s["width"] * s["hidden"],
-        # Weights of the experts that any token chose; what lies between the products; the sum.
-        read=lambda s: (
-            3 * s["active"] * s["width"] * s["hidden"]
-            + s["tokens"] * s["width"]
-            + between(s) * (3 * s["hidden"] + s["width"])
-        ),
-        write=lambda s: between(s) * (3 * s["hidden"] + s["width"]) + s["tokens"] * s["width"],
-    )
 
+_MOE = KernelType(
+    # Experts of one worker, from the router's logits on. ``rows`` are the (token, expert) pairs
+    # among the ``experts`` that it holds, of which ``active`` have any and the fullest ``largest``.
+    kind=Kind.MOE,
+    dims=("tokens", "topk", "experts", "rows", "active", "largest", "width", "hidden"),
+    # Gate, up and down for each (token, expert) pair.
+    flops=lambda s: 6 * s["rows"] * s["width"] * s["hidden"],
+    # Weights of the experts that any token chose; what lies between the products; the sum.
+    read=lambda s: (
+        3 * s["active"] * s["width"] * s["hidden"] + s["tokens"] * s["width"] + _between_experts(s)
+    ),
+    write=lambda s: _between_experts(s) + s["tokens"] * s["width"],
+    stored=lambda s: 3 * s["active"] * s["width"] * s["hidden"],
+)
 
 _SAMPLING = KernelType(
     kind=Kind.SAMPLING,
@@ -154,6 +181,16 @@ KERNELS: Mapping[str, KernelType] = MappingProxyType(
             flops=lambda s: 2 * s["m"] * s["n"] * s["k"],
             read=lambda s: s["m"] * s["k"] + s["k"] * s["n"],
             write=lambda s: s["m"] * s["n"],
+            stored=lambda s: s["k"] * s["n"],
+        ),
+        # As many GEMMs as there are heads, each with an input and a weight of its own.
+        "vllm_bmm": KernelType(
+            kind=Kind.GEMM,
+            dims=("heads", "m", "n", "k"),
+            flops=lambda s: 2 * s["heads"] * s["m"] * s["n"] * s["k"],
+            read=lambda s: s["heads"] * (s["m"] * s["k"] + s["k"] * s["n"]),
+            write=lambda s: s["heads"] * s["m"] * s["n"],
+            stored=lambda s: s["heads"] * s["k"] * s["n"],
         ),
         # Causal attention over new and cached tokens, grouped-query.
         "attention_prefill": _ATTENTION,
@@ -183,6 +220,40 @@ KERNELS: Mapping[str, KernelType] = MappingProxyType(
         # touches device memory), its own all-reduce for messages that fit its buffers.
         "vllm_attention_prefill": _ATTENTION,
         "vllm_attention_decode": _ATTENTION,
+        "vllm_window_prefill": _WINDOW,
+        "vllm_window_decode": _WINDOW,
+        # Latent attention. A prefill has keys and values of each head, of different sizes; a decode
+        # step takes the latent vector of a token for both, and the keys' common part beside it.
+        "vllm_latent_prefill": KernelType(
+            kind=Kind.ATTENTION,
+            dims=("batch", "new", "context", "heads", "key_dim", "value_dim"),
+            flops=lambda s: (
+                2 * s["batch"] * s["heads"] * (s["key_dim"] + s["value_dim"]) * _pairs(s)
+            ),
+            read=lambda s: (
+                s["batch"]
+                * s["heads"]
+                * (s["key_dim"] * s["new"] + (s["key_dim"] + s["value_dim"]) * s["context"])
+            ),
+            write=lambda s: s["batch"] * s["heads"] * s["value_dim"] * s["new"],
+        ),
+        "vllm_latent_decode": KernelType(
+            kind=Kind.ATTENTION,
+            dims=("batch", "new", "context", "heads", "latent", "shared_key"),
+            flops=lambda s: (
+                2 * s["batch"] * s["heads"] * (2 * s["latent"] + s["shared_key"]) * _pairs(s)
+            ),
+            read=lambda s: (
+                s["batch"]
+                * (s["latent"] + s["shared_key"])
+                * (s["heads"] * s["new"] + s["context"])
+            ),
+            write=lambda s: s["batch"] * s["heads"] * s["latent"] * s["new"],
+            stored=lambda s: s["batch"] * (s["latent"] + s["shared_key"]) * s["context"],
+        ),
+        "vllm_latent_write": KernelType(
+            kind=Kind.COPY, dims=("rows", "width"), flops=_none, read=_rows(1), write=_rows(1)
+        ),
         "vllm_add_rmsnorm": KernelType(
             kind=Kind.NORM,
             dims=("rows", "width"),
@@ -231,15 +302,17 @@ KERNELS: Mapping[str, KernelType] = MappingProxyType(
         "argmax": _SAMPLING,
         "vllm_sample": _SAMPLING,
         # The whole block of transformers, router included; vLLM's top-k and fused experts.
-        "hf_moe": _moe(lambda s: s["rows"]),
-        # Activation, sum and zeros run over the pairs of other workers' experts too.
-        "vllm_moe": _moe(lambda s: s["tokens"] * s["topk"]),
+        # Both run what lies between the products over the pairs of other workers' experts too.
+        "hf_moe": _MOE,
+        "vllm_moe": _MOE,
         # ``values`` = values of the result on each worker (of the input, for a reduce-scatter).
         "all_reduce": _COLLECTIVE,
         "all_gather": _COLLECTIVE,
         "reduce_scatter": _COLLECTIVE,
         "all_to_all": _COLLECTIVE,
         "vllm_all_reduce": _COLLECTIVE,
+        # From a worker of one pipeline stage to one of the next: two workers, all values one way.
+        "send": _COLLECTIVE,
     }
 )
 """Every kernel that can be costed.
@@ -300,12 +373,25 @@ class Op:
     @property
     def bytes_read(self) -> float:
         """Bytes that one execution reads, each input once."""
-        return self.type.read(self.sizes) * bytes_per_value(self.dtype)
+        read, width = self.type.read(self.sizes), bytes_per_value(self.dtype)
+        if self.type.stored is None or width == self.carried_bytes:
+            return read * width
+        stored = self.type.stored(self.sizes)
+        return stored * width + (read - stored) * self.carried_bytes
 
     @property
     def bytes_written(self) -> float:
         """Bytes that one execution writes, each output once."""
-        return self.type.write(self.sizes) * bytes_per_value(self.dtype)
+        return self.type.write(self.sizes) * self.carried_bytes
+
+    @property
+    def carried_bytes(self) -> float:
+        """Bytes of one value that a kernel takes from another or hands on.
+
+        16 bits at least where only weights or a cache are stored in less.
+        """
+        width = bytes_per_value(self.dtype)
+        return width if self.type.stored is None else max(width, bytes_per_value("bf16"))
 
     @property
     def key(self) -> tuple[str, tuple[float, ...], str]:

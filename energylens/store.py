@@ -135,7 +135,8 @@ class Provenance:
         device: canonical device name, e.g. ``h200``.
         provider: whose kernels ran, e.g. ``torch``.
         power_limit_w: enforced board power limit.
-        boards: `board_hash` -> facts (name, driver, clocks, limits, ECC, temperature…).
+        power_mode: mode that presets clocks and cores (nvpmodel), where a board has such.
+        boards: `board_hash` -> facts (name, driver, clocks, limits, ECC, power rails…).
         versions: package -> version (energylens, torch, cuda, nccl, transformers, driver).
         host: facts about the host (cpu, platform).
         seed: seed of plan order and data.
@@ -154,6 +155,7 @@ class Provenance:
     seed: int = 0
     data: str = ""
     anchors: Anchors | None = None
+    power_mode: str | None = None
 
 
 def board_hash(uuid: str) -> str:
@@ -383,6 +385,7 @@ def _provenance_to_json(p: Provenance) -> dict[str, Any]:
         "device": p.device,
         "provider": p.provider,
         "power_limit_w": p.power_limit_w,
+        **({"power_mode": p.power_mode} if p.power_mode is not None else {}),
         "boards": {board: dict(facts) for board, facts in p.boards.items()},
         "versions": dict(p.versions),
         "host": dict(p.host),
@@ -412,6 +415,7 @@ def _provenance_from_json(run_id: str, entry: Any, where: str) -> Provenance:
         host=MappingProxyType(dict(entry.get("host", {}))),
         seed=int(entry.get("seed", 0)),
         data=str(entry.get("data", "")),
+        power_mode=entry.get("power_mode"),
         anchors=anchors_from_json(anchors, where=f"{where}.anchors") if anchors else None,
     )
 
@@ -444,10 +448,10 @@ def read_provenance(path: Path) -> Mapping[str, Provenance]:
 
 
 def check_power_limits(runs: Iterable[Provenance], where: str) -> None:
-    """Refuse runs of one device that were measured under different power limits.
+    """Refuse runs of one device that were measured under different power limits or modes.
 
     Raises:
-        CalibrationError: two limits differ; the text gives both.
+        CalibrationError: two limits or modes differ; the text gives both.
     """
     first: dict[str, Provenance] = {}
     for run in runs:
@@ -457,6 +461,12 @@ def check_power_limits(runs: Iterable[Provenance], where: str) -> None:
             raise CalibrationError(
                 f"{where}: run {other.run_id} was measured at a power limit of {a:.0f} W and run "
                 f"{run.run_id} at {b:.0f} W; keep samples of different limits in different folders"
+            )
+        if run.power_mode != other.power_mode:
+            raise CalibrationError(
+                f"{where}: run {other.run_id} was measured in power mode {other.power_mode} and "
+                f"run {run.run_id} in {run.power_mode}; keep samples of different modes in "
+                "different folders"
             )
 
 

@@ -1,8 +1,8 @@
 """Anchors: what one board does under a few small loads (DESIGN law 8).
 
-About 20 s a board, without root: idle with a context, a stream over memory, one large GEMM at the
-power cap, one weight read at M = 1. Launching empty kernels shows what a board draws while it waits
-for its host.
+About 20 s a board, 3 minutes on a Jetson, without root: idle with a context, a stream over memory,
+one large GEMM at the power cap, one weight read at M = 1. Launching empty kernels shows what a
+board draws while it waits for its host.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class Session:
         uuid: the board's own UUID; only its hash is ever written.
         device: canonical device name.
         power_limit_w: enforced power limit.
+        least_window_s: shortest window worth measuring with its sensors.
         sleep: how to pause, in seconds.
     """
 
@@ -53,6 +54,7 @@ class Session:
     uuid: str
     device: str
     power_limit_w: float | None
+    least_window_s: float = 0.0
     sleep: Callable[[float], None] = time.sleep
 
     @property
@@ -63,11 +65,16 @@ class Session:
     @property
     def limits(self) -> TrialLimits:
         """Limits of an ordinary point on this board."""
-        return TrialLimits(power_limit_w=self.power_limit_w)
+        return TrialLimits(power_limit_w=self.power_limit_w).at_least(self.least_window_s)
+
+    def at_least(self, seconds: float) -> float:
+        """``seconds``, or as long as the sensors need."""
+        return max(seconds, self.least_window_s)
 
 
 def measure_idle(session: Session, seconds: float = IDLE_S) -> Trial:
     """Power of the board with a context and nothing running, over ``seconds`` after a second."""
+    seconds = session.at_least(seconds)
     session.sleep(IDLE_SETTLE_S + seconds)
     end = session.recorder.now()
     return window_trial(session.recorder, session.uuid, end - seconds, end)
@@ -116,7 +123,7 @@ def _run(
         window_s=_WINDOW_S,
         capped_window_s=_WINDOW_S,
         max_window_s=2 * _WINDOW_S,
-    )
+    ).at_least(session.least_window_s)
     try:
         first = replace(limits, retries=0) if verify_counter else limits
         trial = measure(load.work, recorder, uuid, limits=first, sleep=session.sleep)
@@ -161,11 +168,12 @@ def measure_anchor(loads: AnchorLoads, session: Session, *, time: str) -> BoardA
         MeterError: the board's power cannot be measured.
     """
     loads.launching(AWAKE_S)  # a board without a context sleeps at two thirds of its idle power
-    session.sleep(IDLE_SETTLE_S + IDLE_S)
+    idle_s = session.at_least(IDLE_S)
+    session.sleep(IDLE_SETTLE_S + idle_s)
     idle_end = session.recorder.now()
     stream = _run(loads, "stream", session, verify_counter=True)
     # Read only now, with the sensor that is trusted.
-    idle = window_trial(session.recorder, session.uuid, idle_end - IDLE_S, idle_end)
+    idle = window_trial(session.recorder, session.uuid, idle_end - idle_s, idle_end)
     gemv = _run(loads, "gemv", session)
     gemm = _run(loads, "gemm", session)
     clock = gemm.trial.clock_hz
@@ -187,6 +195,7 @@ def measure_anchor(loads: AnchorLoads, session: Session, *, time: str) -> BoardA
 
 def measure_launching(loads: AnchorLoads, session: Session, seconds: float = LAUNCHING_S) -> Trial:
     """Power of the board while it waits for its host, which launches empty kernels one by one."""
+    seconds = session.at_least(seconds)
     start = session.recorder.now() + LAUNCHING_SETTLE_S
     loads.launching(LAUNCHING_SETTLE_S + seconds + LAUNCHING_SETTLE_S)
     return window_trial(session.recorder, session.uuid, start, start + seconds)

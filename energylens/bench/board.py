@@ -41,6 +41,8 @@ _log = logging.getLogger(__name__)
 DATA = "random: activations and caches N(0, 1), weights N(0, 0.02)"
 HEAD_S, MIX_S, TAIL_S = 20.0, 3.5, 30.0
 """Expected seconds of the anchors, of a mix, and of the host points with the second look."""
+HEAD_WINDOWS, TAIL_WINDOWS = 5, 2
+"""Windows in them that slow sensors lengthen."""
 
 _DRIFT_LIMIT = 0.02
 _MOST_FAILURES = 8
@@ -175,6 +177,7 @@ class BoardRun:
             device=session.device,
             provider=request.provider,
             power_limit_w=info.power_limit_w,
+            power_mode=info.power_mode,
             boards={session.board: board_facts(info)},
             versions=versions(provider, info),
             host=host_facts(),
@@ -192,15 +195,21 @@ class BoardRun:
         if self._request.blocks:
             end = start + self._request.budget_s
             mixes = self._mixes()
-            mix_s = min(MIX_S * len(mixes), self._request.mix_share * self._request.budget_s)
+            tail_s = TAIL_S + TAIL_WINDOWS * self._session.least_window_s
+            mix_s = self._takes(MIX_S) * len(mixes)
+            mix_s = min(mix_s, self._request.mix_share * self._request.budget_s)
             if "ops" in self._request.blocks:
-                self._ops(points, end - TAIL_S - mix_s)
+                self._ops(points, end - tail_s - mix_s)
             if mixes:
-                self._mix_points(mixes, end - TAIL_S)
+                self._mix_points(mixes, end - tail_s)
             if "host" in self._request.blocks:
                 self._host_points()
             self._recheck()
         self._report.seconds = self._session.recorder.now() - start
+
+    def _takes(self, expected_s: float) -> float:
+        """Seconds on this board of what takes so many on one with fast sensors."""
+        return expected_s * self._session.limits.stretch
 
     def _note(self, text: str) -> None:
         self._report.notes.append(text)
@@ -222,7 +231,7 @@ class BoardRun:
         for point in points:
             if self._is_done("op", point.op.name, (point.op,)):
                 self._report.done_before += 1
-            elif self._session.recorder.now() + point.expected_s > end_s:
+            elif self._session.recorder.now() + self._takes(point.expected_s) > end_s:
                 self._report.left += 1
             else:
                 build = partial(self._provider.work, point.op)
@@ -242,7 +251,7 @@ class BoardRun:
         for point in points:
             if self._is_done("mix", point.label, point.ops, str(point.mode)):
                 self._report.done_before += 1
-            elif self._session.recorder.now() + MIX_S > end_s:
+            elif self._session.recorder.now() + self._takes(MIX_S) > end_s:
                 self._report.left += 1
             else:
                 self._point("mix", point.label, point.ops, point.build, str(point.mode))
@@ -385,8 +394,12 @@ def host_trial(point: HostPoint, readings: Sequence[Reading]) -> Trial:
 
 
 def board_facts(info: DeviceInfo) -> dict[str, Any]:
-    """What is kept about a board; neither its UUID nor who else uses it."""
-    return {
+    """What is kept about a board; neither its UUID nor who else uses it.
+
+    A board whose power comes from rails also says which rails its power is the sum of, and with
+    what the GPU shares its own.
+    """
+    facts = {
         "name": info.name,
         "driver": info.driver,
         "power_limit_w": info.power_limit_w,
@@ -397,9 +410,11 @@ def board_facts(info: DeviceInfo) -> dict[str, Any]:
         "persistence": info.persistence,
         "shared": bool(info.other_pids),
     }
+    return facts | info.rail_facts
 
 
 def _cautions(info: DeviceInfo) -> Iterator[str]:
+    yield from info.notes
     if info.other_pids:
         yield f"{len(info.other_pids)} other process(es) use the board; their energy is counted too"
     limit, default = info.power_limit_w, info.default_power_limit_w

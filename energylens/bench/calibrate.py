@@ -17,14 +17,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from energylens.bench.anchor import Session
 from energylens.bench.board import (
     HEAD_S,
+    HEAD_WINDOWS,
     TAIL_S,
+    TAIL_WINDOWS,
     Bar,
     BoardReport,
     BoardRequest,
@@ -35,6 +37,7 @@ from energylens.bench.board import (
 )
 from energylens.bench.plan import Plan, load_plan, plan_for, split
 from energylens.bench.team import collectives_worker
+from energylens.bench.trial import TrialLimits
 from energylens.errors import CalibrationError, MeterError, SpecError, UnsupportedError
 from energylens.lower import valid_tp
 from energylens.meter.base import AbstractMeter, DeviceInfo, require_energy
@@ -94,7 +97,8 @@ def run(
         tp: degrees of ``specs``.
         plan: plan file, instead of ``specs`` or beside them.
         provider: whose kernels, a key of `PROVIDERS`.
-        minutes: time to spend; `DEFAULT_MINUTES` by default for ``specs``, no limit for a plan.
+        minutes: time to spend; `DEFAULT_MINUTES` by default for ``specs`` (on a board with slow
+            sensors as much longer as a point takes longer), no limit for a plan.
         anchor: only measure the anchors of boards and host.
         out: folder that gets ``samples``, ``bundles`` and ``anchors``.
         resume: skip points that an earlier run measured.
@@ -144,6 +148,8 @@ def run(
             "CUDA_VISIBLE_DEVICES"
         )
     found = _device(infos[:gpus], device)
+    window_s = max(info.least_window_s for info in infos[:gpus])
+    request = replace(request, least_window_s=window_s)
     document["device"] = found.name
     if "collectives" in request.blocks and not anchor and (gpus > 1 or machine.is_worker):
         if machine.is_worker:
@@ -199,6 +205,7 @@ class _Request:
     seed: int
     blocks: tuple[str, ...]
     nccl_algo: str
+    least_window_s: float = 0.0  # shortest window worth measuring on the boards that were found
 
     def __post_init__(self) -> None:
         """Check what the type system cannot."""
@@ -213,11 +220,16 @@ class _Request:
             raise SpecError(f"unknown block {unknown[0]!r}; allowed: {', '.join(BLOCKS)}")
 
     @property
+    def stretch(self) -> float:
+        """How much longer a point takes than on a board with fast sensors."""
+        return TrialLimits().at_least(self.least_window_s).stretch
+
+    @property
     def budget_s(self) -> float:
         """Seconds to spend; without an end for a plan file alone."""
         if self.minutes is None and not self.specs:
             return math.inf
-        return 60 * (self.minutes or DEFAULT_MINUTES)
+        return 60 * (self.minutes or DEFAULT_MINUTES * self.stretch)
 
     @property
     def layers_of(self) -> tuple[Spec, ...]:
@@ -255,7 +267,7 @@ class Machine:
         environment: environment variables.
     """
 
-    meter: Callable[[], AbstractMeter] = field(default_factory=lambda: _nvml_meter)
+    meter: Callable[[], AbstractMeter] = field(default_factory=lambda: _meter)
     provider: Callable[[str, int], Provider] = field(default_factory=lambda: _provider)
     sleep: Callable[[float], None] = time.sleep
     torchrun: Callable[[int, Sequence[str]], int] = field(default_factory=lambda: _torchrun)
@@ -284,10 +296,10 @@ class Machine:
         main(_worker_arguments(request, request.folder(device, f"x{self.workers}")))
 
 
-def _nvml_meter() -> AbstractMeter:
-    from energylens.meter.nvml import NvmlMeter
+def _meter() -> AbstractMeter:
+    from energylens.meter.choose import choose_meter
 
-    return NvmlMeter()
+    return choose_meter()
 
 
 def _provider(name: str, ordinal: int) -> Provider:
@@ -405,17 +417,42 @@ def _device(infos: Sequence[DeviceInfo], asked: str | None) -> Device:
     name = names[0]
     wanted = load_device(asked) if asked is not None else None
     if wanted is not None and name in wanted.aliases:
-        return wanted
-    try:
-        found = load_device(name)
-    except SpecError:
-        text = f"found {name}, which has no datasheet; give a device file with that alias"
-        raise UnsupportedError(f"{text} to --device") from None
+        found = wanted
+    else:
+        try:
+            found = load_device(name)
+        except SpecError:
+            text = f"found {name}, which has no datasheet; give a device file with that alias"
+            raise UnsupportedError(f"{text} to --device") from None
+    found = _in_mode(found, infos[0].power_mode, asked)
     if wanted is not None and wanted.name != found.name:
+        mode = f" in power mode {found.power_mode}" if found.power_mode else ""
         raise UnsupportedError(
-            f"found {name}, asked for {asked}; leave --device out to calibrate {found.name}"
+            f"found {name}{mode}, asked for {asked}; leave --device out to calibrate {found.name}"
         )
     return found
+
+
+def _in_mode(device: Device, mode: str | None, asked: str | None) -> Device:
+    """The device in the power mode of its board: each mode has samples and a bundle of its own.
+
+    Raises:
+        UnsupportedError: the mode is not known, or the datasheet has no figures for it.
+    """
+    if device.power_mode is None or mode == device.power_mode:
+        return device
+    if mode is None:
+        raise UnsupportedError(
+            f"{device.name}: the power mode of the board is not known, and results hold for one "
+            "mode only; see `energylens doctor`"
+        )
+    if mode not in device.modes:
+        known = ", ".join((device.power_mode, *device.modes))
+        raise UnsupportedError(
+            f"{asked or device.name}: the board is in power mode {mode}, the datasheet has figures "
+            f"for {known}; switch with nvpmodel, or give --device a file with that mode"
+        )
+    return device.modes[mode]
 
 
 def _device_of_samples(request: _Request) -> Device:
@@ -502,6 +539,7 @@ def _measure_boards(
                 uuid=info.uuid,
                 device=device.name,
                 power_limit_w=info.power_limit_w,
+                least_window_s=info.least_window_s,
                 sleep=machine.sleep,
             )
             board = BoardRun(request.for_board(), store, session, provider, info, bar, report)
@@ -526,10 +564,10 @@ def _plan(request: _Request, device: Device) -> Plan:
         plan = load_plan(path, device, seed=request.seed)
     if request.specs:
         engine = load_engine(PROVIDERS[request.provider])
-        reserve = HEAD_S + TAIL_S
+        reserve = HEAD_S + TAIL_S + (HEAD_WINDOWS + TAIL_WINDOWS) * request.least_window_s
         if "mixes" in request.blocks:
             reserve += MIX_SHARE * request.budget_s
-        one_board = max(0.2 * request.budget_s, request.budget_s - reserve)
+        one_board = max(0.2 * request.budget_s, request.budget_s - reserve) / request.stretch
         left = one_board * (1 + (1 - SHARED) * (request.gpus - 1)) - plan.expected_s
         chosen = plan_for(
             request.specs,

@@ -75,6 +75,11 @@ def transformers_config(spec: Spec, tp: int = 1, layers: int = 1) -> Any:
             f"{spec.name}: layer replay knows dense decoder layers (q, k, v, o, gate, up, down) "
             "only"
         )
+    narrow = spec.precision.weights != spec.precision.activations
+    if narrow or any(b.window is not None for b in spec.blocks):
+        raise UnsupportedError(
+            f"{spec.name}: layer replay knows no quantised weights and no sliding windows"
+        )
     r = spec.ranks
     kv_heads, q_heads = r["g"], r["g"] * r["r"]
     if q_heads % tp or r["f"] % tp:

@@ -237,7 +237,7 @@ def _resident_bytes(ops: Sequence[Op]) -> float:
 
 def _rooflines(op: Op, device: Device) -> tuple[float, float]:
     """Seconds by compute and by memory; an eager module passes over its tensor once per launch."""
-    peak = device.peak_flops.get(op.dtype, max(device.peak_flops.values()))
+    peak = device.peak(op.dtype)
     moved = op.bytes_read + op.bytes_written
     if op.kind in (Kind.NORM, Kind.ELEMENTWISE):
         moved *= op.launches

@@ -443,13 +443,13 @@ def collectives_worker(
     resume: bool,
     node: str,
 ) -> None:
-    """`measure_collectives` with torch.distributed, or vLLM's communicators, and NVML."""
-    from energylens.meter.nvml import NvmlMeter
+    """`measure_collectives` with torch.distributed, or vLLM's communicators, on this machine."""
+    from energylens.meter.choose import choose_meter
 
     measure_collectives(
         team,
         _VllmRig(team) if provider == "vllm" else _TorchRig(team),
-        NvmlMeter(),
+        choose_meter(),
         node=node,
         out=out,
         seed=seed,

@@ -16,6 +16,8 @@ what is measured is a window in the middle of a steady state::
   counter ticks).
 * A load near the power limit needs the longer settling: the limiter takes a second to find its
   clock.
+* Boards without a counter, whose power comes once to ten times a second (Jetson), need windows of
+  half a minute: `TrialLimits.at_least`.
 
 Nothing here knows a vendor: a `Work` brings the device side, a recorder of `energylens.meter` the
 sensors and the clock.
@@ -27,7 +29,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -139,7 +141,27 @@ class TrialLimits:
     retries: int = 2
     pause_s: float = 5.0
 
+    @property
+    def stretch(self) -> float:
+        """How much longer an ordinary point takes than with fast sensors."""
+        usual = TrialLimits()
+        return (self.settle_s + self.window_s) / (usual.settle_s + usual.window_s)
 
+    def at_least(self, window_s: float) -> TrialLimits:
+        """The same for sensors that need windows of ``window_s``; unchanged where these do."""
+        if window_s <= self.window_s:
+            return self
+        return replace(
+            self,
+            settle_s=max(self.settle_s, _SLOW_SETTLE_S),
+            capped_settle_s=max(self.capped_settle_s, _SLOW_SETTLE_S),
+            window_s=window_s,
+            capped_window_s=window_s,
+            max_window_s=max(self.max_window_s, 2 * window_s),
+        )
+
+
+_SLOW_SETTLE_S = 5.0  # several samples of a slow sensor, and of the governor of its clock
 _NEAR_LIMIT = 0.92  # of the power limit: settle longer
 _CAPPED = 0.96  # of the power limit: the load holds it
 _MAX_REPLAYS = 1 << 20

@@ -59,6 +59,7 @@ def _describe(catalogue: Catalogue, kind: str, name: str) -> str:
             f"{d.memory_bytes / BYTES_PER_GB:.3g} GB, "
             f"{d.memory_bandwidth_bytes_s / 1e12:.3g} TB/s, "
             f"{d.peak_flops['bf16'] / 1e12:.3g} TFLOP/s bf16, {d.power_limit_w:g} W; "
+            + (f"other power modes: @{', @'.join(d.modes)}; " if d.modes else "")
             + ("calibrated" if catalogue.bundles(d, catalogue.engine("hf")) else "datasheet only")
         )
     if kind == "engines":

@@ -84,8 +84,12 @@ class StepHost:
 
     def total_s(self, shape: StepShape) -> float:
         """Seconds of one step."""
+        return self._formed_s(shape) + self.launched_s(shape)
+
+    def launched_s(self, shape: StepShape) -> float:
+        """Seconds of them in which layers are launched: each pipeline stage launches its own."""
         launched = self.layer_s * shape.layers + self.expert_layer_s * shape.expert_layers
-        return self._formed_s(shape) + (0.0 if shape.is_captured else launched)
+        return 0.0 if shape.is_captured else launched
 
     def layers_rel_se(self, shape: StepShape) -> float:
         """Relative standard error of the total that comes from the times of layers."""
@@ -169,6 +173,11 @@ class Bundle:
         return BundleRef(
             device=self.device, provider=self.provider, version=self.version, sha256=self.sha256
         )
+
+    @property
+    def dtypes(self) -> frozenset[str]:
+        """Precisions of which any kernel was calibrated."""
+        return frozenset().union(*(k.dtypes for k in self.kernels.values()))
 
     def model(self, device: Device, link: Link | None = None) -> CostModelSet:
         """The bundle's cost model for ``device``."""

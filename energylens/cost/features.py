@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from energylens.graph import SPLIT_TOKENS, Op
 from energylens.results import Kind
 from energylens.spec.system import Device
-from energylens.units import bytes_per_value
+from energylens.units import ARITHMETIC, bytes_per_value
 
 Array = NDArray[np.float64]
 
 COMPUTE_EFFICIENCY = 0.85  # nominal, of the dense peak at the maximum clock
+BLOCK_EFFICIENCY = 0.75  # nominal, over that: scales of blocks are applied outside the matrix units
 MEMORY_EFFICIENCY = 0.88  # nominal, of the datasheet bandwidth
 LAUNCH_S = 1.5e-6  # nominal floor of one kernel in a graph
 COLLECTIVE_S = 10e-6  # nominal floor of one collective
@@ -55,9 +56,8 @@ def launches_of(op: Op) -> int:
 
     Not ``op.launches``, which is the engine's count of eager launches and differs between engines.
     """
-    if op.kernel == "vllm_moe":
-        return _fused_moe_launches(op.sizes)
-    return _LAUNCHES.get(op.kernel, 1)
+    own = _fused_moe_launches(op.sizes) if op.kernel == "vllm_moe" else _LAUNCHES.get(op.kernel, 1)
+    return own + len(_narrowed(op))
 
 
 def _fused_moe_launches(sizes: Mapping[str, float]) -> int:
@@ -72,6 +72,24 @@ def _fused_moe_launches(sizes: Mapping[str, float]) -> int:
     return 6 if 4 * pairs <= sizes["experts"] else 8
 
 
+def _narrowed(op: Op) -> tuple[float, ...]:
+    """Values of each input that a kernel of its own brings to eight bits.
+
+    That is so where the arithmetic is as narrow as the weights are: before a GEMM, and before both
+    products of experts.
+    """
+    s = op.sizes
+    if op.dtype not in _EIGHT_BITS:
+        return ()
+    if op.kernel == "gemm":
+        return (s["m"] * s["k"],)
+    if op.kernel == "vllm_moe":
+        return (s["tokens"] * s["width"], s["tokens"] * s["topk"] * s["hidden"])
+    return ()
+
+
+_EIGHT_BITS = frozenset({"fp8", "fp8_block", "int8"})
+
 _LAUNCHES: Mapping[str, int] = {
     "hf_rmsnorm": 6,
     "hf_rope": 10,
@@ -80,25 +98,33 @@ _LAUNCHES: Mapping[str, int] = {
     "hf_repeat_kv": 2,
     "hf_prepare": 10,
     "attention_decode_masked": 2,
+    # Router, sort, masks, two grouped products, the way back (transformers' integrations/moe.py).
+    "hf_moe": 33,
 }
 
 _PASSES: Mapping[str, float] = {"hf_rmsnorm": 8.0, "hf_rope": 5.0, "hf_silu_mul": 5 / 3}
-"""Eager modules write their intermediates: nominal device memory traffic over the least traffic."""
+"""Eager modules write their intermediates: nominal device memory traffic over the least traffic.
+
+Experts do so with their pairs: gathered, masked, multiplied out, masked, gated, multiplied in,
+masked, weighted and sorted back, they are read and written twelve times in all.
+"""
 
 
 def prior(op: Op, device: Device) -> Prior:
     """Roofline with nominal efficiencies; also the fallback where nothing is measured."""
-    peak = (
-        device.peak_flops.get(op.dtype)
-        or device.peak_flops.get("bf16")
-        or max(device.peak_flops.values())
-    )
     if op.type.is_collective:
         return _collective_prior(op, device)
     moved = (op.bytes_read + op.bytes_written) * _PASSES.get(op.kernel, 1.0)
+    moved += sum(_narrowed(op)) * op.carried_bytes  # read wide, and handed on narrow
+    peak = device.peak(op.dtype) * (BLOCK_EFFICIENCY if op.dtype in ARITHMETIC else 1.0)
     compute = op.flops / (COMPUTE_EFFICIENCY * peak) if op.kernel in _MATRIX else 0.0
     memory = moved / (MEMORY_EFFICIENCY * device.memory_bandwidth_bytes_s)
     overlapped = memory
+    if op.kernel == "hf_moe":
+        s = op.sizes
+        passes = 12 * (s["width"] + s["hidden"]) - 2 * (s["width"] + 3 * s["hidden"])
+        more = s["tokens"] * s["topk"] * passes * bytes_per_value(op.dtype)
+        memory += more / (MEMORY_EFFICIENCY * device.memory_bandwidth_bytes_s)
     if op.kernel == "vllm_moe":  # its activation and sum are kernels of their own
         s = op.sizes
         weights = 3 * s["active"] * s["width"] * s["hidden"] * bytes_per_value(op.dtype)
@@ -149,14 +175,19 @@ class StepShape:
 
 
 def step_shape(ops: Sequence[Op]) -> StepShape:
-    """Shape of the step that consists of ``ops``, from its attention."""
+    """Shape of the step that consists of ``ops``, from its attention.
+
+    Blocks of layers are told apart by name and count of their attention.
+    """
     attention = [o for o in ops if o.kind is Kind.ATTENTION]
-    sizes = [o.sizes for o in attention]
+    blocks = dict.fromkeys((o.name, o.count) for o in attention)
+    first = next(iter(blocks), None)
+    sizes = [o.sizes for o in attention if (o.name, o.count) == first]
     return StepShape(
         sequences=sum(s["batch"] for s in sizes),
         tokens=sum(s["batch"] * s["new"] for s in sizes),
-        layers=max((o.count for o in attention), default=0),
-        expert_layers=max((o.count for o in ops if o.kind is Kind.MOE), default=0),
+        layers=sum(count for _, count in blocks),
+        expert_layers=sum(o.count for o in ops if o.kind is Kind.MOE),
     )
 
 
@@ -191,15 +222,29 @@ def shares(op: Op, p: Prior, latency_s: float, compute_scale: float) -> Shares:
     return Shares(compute=compute, read=read, dram=(1.0 - compute) * used)
 
 
-_READERS = frozenset({"gemm", "attention_decode", "vllm_attention_decode"})
+_READERS = frozenset(
+    {
+        "gemm",
+        "vllm_bmm",
+        "attention_decode",
+        "vllm_attention_decode",
+        "vllm_window_decode",
+        "vllm_latent_decode",
+    }
+)
 _MATRIX = frozenset(
     {
         "gemm",
+        "vllm_bmm",
         "attention_prefill",
         "attention_decode",
         "attention_decode_masked",
         "vllm_attention_prefill",
         "vllm_attention_decode",
+        "vllm_window_prefill",
+        "vllm_window_decode",
+        "vllm_latent_prefill",
+        "vllm_latent_decode",
         "hf_moe",
         "vllm_moe",
     }
@@ -299,6 +344,14 @@ def _moe(op: Op, device: Device) -> list[float]:
     return _log2(s["tokens"], rows, active, skew, s["width"], s["hidden"])
 
 
+def _hf_moe(op: Op, device: Device) -> list[float]:
+    # Shares instead of counts: what a worker's part of the pairs changes, the prior knows.
+    s = op.sizes
+    rows, active = max(s["rows"], 1.0), max(s["active"], 1.0)
+    own, skew = rows / (s["tokens"] * s["topk"]), max(s["largest"] * active / rows, 1.0)
+    return _log2(s["tokens"], own, active / s["experts"], skew, s["width"], s["hidden"])
+
+
 def _plain(op: Op, device: Device) -> list[float]:
     return _log2(*op.shape)
 
@@ -323,7 +376,7 @@ _FEATURES: Mapping[str, tuple[tuple[str, ...], Callable[[Op, Device], list[float
     "hf_kv_concat": (("context", "width", "growth"), _kv_concat),
     "hf_repeat_kv": (("context", "width", "group", "aligned"), _repeat_kv),
     "hf_prepare": (("new", "batch", "context"), _prepare),
-    "hf_moe": (_MOE_FEATURES, _moe),
+    "hf_moe": (("tokens", "own", "active", "skew", "width", "hidden"), _hf_moe),
     "vllm_moe": (_MOE_FEATURES, _moe),
 }
 

@@ -111,7 +111,7 @@ def fit_bundle(
         device=device.name,
         provider=provider,
         version=version or max(r.time for r in data.runs)[:10],
-        power_limit_w=data.limit_w,
+        power_limit_w=data.limit_w if math.isfinite(data.limit_w) else device.power_limit_w,
         boards=tuple(data.anchors.values()),
         typical=data.typical,
         spread=_spread(data, laws.eta),
@@ -130,6 +130,8 @@ def fit_bundle(
         "runs": sorted({r.run_id for r in data.runs}),
         "samples_sha256": _samples_hash(folders),
     }
+    if device.power_mode is not None:
+        facts["power_mode"] = device.power_mode
     return replace(bundle, facts=facts), FitReport(kernels=fits, mixes=errors, skipped=skipped)
 
 

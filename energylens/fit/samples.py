@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,10 @@ vLLM leaves its GEMMs to PyTorch, and how kernels compose is a property of the b
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Data:
-    """Usable samples with their boards."""
+    """Usable samples with their boards.
+
+    ``limit_w`` is infinite where the device has power modes, whose names are no caps.
+    """
 
     device: Device
     runs: Sequence[Provenance]
@@ -118,6 +122,8 @@ def _circumstances(
     means = {
         u: replace(typical_anchor(a), board_uuid=u, time=a[-1].time) for u, a in anchors.items()
     }
+    if device.power_mode is not None:
+        return math.inf, means
     limits = [run.power_limit_w for run in runs if run.power_limit_w is not None]
     return (limits[0] if limits else device.power_limit_w), means
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol
 
 from energylens.errors import SpecError, UnsupportedError
-from energylens.graph import KERNELS, EinsumCount, Op, count_einsum, kernel_type
-from energylens.lower.fuse import Group, groups
+from energylens.graph import EinsumCount, Op, count_einsum
+from energylens.lower.fuse import Group, engine_op, groups
+from energylens.lower.latent import Latent, latent_attention
 from energylens.lower.routing import Routing, WorkerLoad, make_routing, worker_loads
 from energylens.lower.shard import Sharding, entry_ranks, product, shard
 from energylens.results import Infeasible
 from energylens.spec.model import STEP_RANKS, Access, Block, Einsum, Entry, Spec
-from energylens.spec.system import Engine, Kernel, Mode, Parallelism, Sequences, Step
+from energylens.spec.system import Engine, Mode, Parallelism, Sequences, Step
 
 
 class Item(Protocol):
@@ -27,17 +28,24 @@ class Item(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lowered:
-    """A model on an engine at one degree of parallelism, for any step.
+    """A model, or a stage of a pipeline, on an engine at one degree of parallelism, for any step.
 
     Attributes:
         spec, engine, sharding: what was lowered, and how it is split.
         items: what one worker executes, in order.
+        blocks: for each item the block of the model that it is of; None where it is of every stage.
+        shares: for each item how many of how many repetitions are executed: all, or on a stage
+            those of its layers.
+        arriving: values of each token that come from the stage before.
     """
 
     spec: Spec
     engine: Engine
     sharding: Sharding
     items: tuple[Item, ...]
+    blocks: tuple[int | None, ...]
+    shares: tuple[tuple[int, int], ...]
+    arriving: int = 0
 
     def ops(self, step: Step, worker: int = 0) -> tuple[Op, ...]:
         """The ops that one worker executes in ``step``; a step without sequences has none.
@@ -52,16 +60,32 @@ class Lowered:
         if not step.sequences:
             return ()
         own = step.share(self.sharding.dp)
-        return tuple(op for item in self.items for op in item.ops(self.engine, own, worker))
+        return tuple(op for i in range(len(self.items)) for op in self._ops(i, own, worker))
+
+    def _ops(self, index: int, own: Step, worker: int) -> Iterator[Op]:
+        """Ops of an item; ``own`` is the worker's part of the step."""
+        part, whole = self.shares[index]
+        for op in self.items[index].ops(self.engine, own, worker):
+            yield op if part == whole else replace(op, count=op.count * part // whole)
 
     def by_worker(self, step: Step) -> tuple[tuple[Op, ...], ...]:
         """The ops of each worker, the fullest first; one entry where all do the same."""
         s = self.sharding
-        return tuple(self.ops(step, w) for w in range(s.tp * s.dp if s.ep > 1 else 1))
+        if s.ep == 1 or not step.sequences:
+            return (self.ops(step),)
+        own, workers = step.share(s.dp), range(s.tp * s.dp)
+        # All but the experts is the same for everyone.
+        parts = [
+            [tuple(self._ops(i, own, w)) for w in workers]
+            if isinstance(item, Experts)
+            else [tuple(self._ops(i, own, 0))] * len(workers)
+            for i, item in enumerate(self.items)
+        ]
+        return tuple(tuple(op for part in parts for op in part[w]) for w in workers)
 
     @property
     def experts(self) -> Experts | None:
-        """The mixture of experts in it, or None."""
+        """The first mixture of experts in it, or None; others differ in their count alone."""
         return next((item for item in self.items if isinstance(item, Experts)), None)
 
 
@@ -73,7 +97,7 @@ def lower_step(
     Args:
         spec: the model.
         engine: whose kernels, fusions and extra copies to use.
-        parallelism: degrees; replicas do not matter here.
+        parallelism: degrees; pipeline stages and replicas do not matter here.
         step: the sequences served, and the launch mode.
 
     Returns:
@@ -97,6 +121,8 @@ def lower(
     redundant_experts: int = 0,
 ) -> Lowered | Infeasible:
     """Everything of `lower_step` that does not depend on the step; use it for many steps.
+
+    A pipeline is lowered stage by stage: `energylens.lower.stages.lower_stages`.
 
     Args:
         spec: the model.
@@ -124,8 +150,16 @@ def lower(
                 f"{spec.name}: found {redundant_experts} redundant experts with ep={sharding.ep}; "
                 f"allowed: 0 to {experts}, and more than 0 with ep above 1"
             )
-    items = _Lowering(spec, engine, sharding, _routing(spec, routing), redundant_experts).run()
-    return Lowered(spec=spec, engine=engine, sharding=sharding, items=items)
+    walk = _Lowering(spec, engine, sharding, _routing(spec, routing), redundant_experts)
+    items, blocks = walk.run()
+    return Lowered(
+        spec=spec,
+        engine=engine,
+        sharding=sharding,
+        items=items,
+        blocks=blocks,
+        shares=((1, 1),) * len(items),
+    )
 
 
 def _routing(spec: Spec, asked: str | None) -> Routing | None:
@@ -139,42 +173,6 @@ def _routing(spec: Spec, asked: str | None) -> Routing | None:
 
 
 # ---------------------------------------------------------------- items
-
-
-def _op(
-    engine: Engine,
-    mode: Mode,
-    key: str,
-    sizes: Mapping[str, float],
-    *,
-    name: str,
-    dtype: str,
-    count: int,
-) -> Op:
-    """An op of the kernel that ``engine`` uses for ``key`` in ``mode``, with the sizes it needs."""
-    kernel = engine.kernels.get(f"{key}.{mode}") or engine.kernels.get(key)
-    if kernel is None:
-        if key not in KERNELS or not KERNELS[key].is_collective:
-            raise SpecError(
-                f"engine {engine.name} has no kernel for {key!r} (entry {name!r}); it has "
-                f"{', '.join(sorted(engine.kernels))}"
-            )
-        kernel = Kernel(kernel=key, launches=1)
-    dims = kernel_type(kernel.kernel).dims
-    missing = [d for d in dims if d not in sizes]
-    if missing:
-        raise SpecError(
-            f"engine {engine.name} runs {key!r} (entry {name!r}) as {kernel.kernel!r}, which needs "
-            f"{missing[0]!r}; such entries have {', '.join(sizes)}"
-        )
-    return Op(
-        name=name,
-        kernel=kernel.kernel,
-        shape=tuple(sizes[d] for d in dims),
-        dtype=dtype,
-        count=count,
-        launches=kernel.launches,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,13 +204,31 @@ class _Rowwise:
         else:  # a mixed or padded step: all tokens as one sequence
             sizes["batch"], sizes["new"] = 1, tokens
         name, dtype, count = self.name, self.dtype, self.count
-        yield _op(engine, step.mode, self.key, sizes, name=name, dtype=dtype, count=count)
+        yield engine_op(engine, step.mode, self.key, sizes, name=name, dtype=dtype, count=count)
+
+
+@lru_cache(maxsize=256)
+def moved(kind: str, dtype: str, values: float, workers: int, count: int) -> Item:
+    """``count`` tensors of so many values a token that go between the stages of a pipeline."""
+    return _Rowwise(
+        name=f"stage_{kind}",
+        key=kind,
+        dtype=dtype,
+        count=count,
+        per="s",
+        scaled={"values": values},
+        fixed={"workers": workers},
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attention:
-    """Causal attention and what is done to the cache before it, per group of sequences."""
+    """Causal attention and what is done to the cache before it, per group of sequences.
 
+    With a ``window``, a token sees no more than so many tokens.
+    """
+
+    name: str
     kernel: str | None
     dtype: str
     count: int
@@ -220,6 +236,7 @@ class _Attention:
     kv_heads: int
     head_dim: int
     cached: bool
+    window: int | None
 
     def ops(self, engine: Engine, step: Step, worker: int) -> Iterator[Op]:
         for group in step.sequences:
@@ -237,7 +254,11 @@ class _Attention:
                 "rows": group.count * group.new,
                 "width": kv_heads * self.head_dim,
             }
-            return _op(engine, mode, key, sizes, name=name, dtype=self.dtype, count=self.count)
+            if self.window is not None:
+                sizes["window"] = self.window
+            return engine_op(
+                engine, mode, key, sizes, name=name, dtype=self.dtype, count=self.count
+            )
 
         decode = group.new == 1
         kv_heads = self.kv_heads
@@ -246,8 +267,9 @@ class _Attention:
         if decode and mode in engine.repeat_kv and kv_heads < self.q_heads:
             yield op("repeat_kv", "repeat_kv", kv_heads)
             kv_heads = self.q_heads
-        key = "attention_decode" if decode else "attention_prefill"
-        yield op(self.kernel or key, "attention", kv_heads)
+        key = "attention" if self.window is None else "window"
+        key = f"{key}_decode" if decode else f"{key}_prefill"
+        yield op(self.kernel or key, self.name, kv_heads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,7 +321,7 @@ class Experts:
         dtype, count = self.dtype, self.count
 
         def op(key: str, name: str, sizes: Mapping[str, float]) -> Op:
-            return _op(engine, step.mode, key, sizes, name=name, dtype=dtype, count=count)
+            return engine_op(engine, step.mode, key, sizes, name=name, dtype=dtype, count=count)
 
         def moved(kind: str) -> Mapping[str, float]:
             # Everyone gets all tokens, or each pair goes to where its expert is.
@@ -337,7 +359,9 @@ class _Prepare:
             "context": group.context,
             "head_dim": self.head_dim,
         }
-        yield _op(engine, step.mode, "prepare", sizes, name="prepare", dtype=self.dtype, count=1)
+        yield engine_op(
+            engine, step.mode, "prepare", sizes, name="prepare", dtype=self.dtype, count=1
+        )
 
 
 # ---------------------------------------------------------------- the pass
@@ -386,30 +410,43 @@ class _Lowering:
         # By tensor. Named ops name no output: what no einsum wrote is as the last entry was.
         self._is_split: dict[str, bool] = {}
         self._was_split = True
+        self._partial: dict[str, _Rowwise] = {}  # by tensor: the all-reduce that it needs
         einsums = [e for b in spec.blocks for e in b.cascade if e.einsum is not None]
         self._logits = einsums[-1] if einsums else None
 
-    def run(self) -> tuple[Item, ...]:
-        for block in self._spec.blocks:
+    def run(self) -> tuple[tuple[Item, ...], tuple[int | None, ...]]:
+        """The items in order, and the block of each."""
+        blocks: list[int | None] = []
+        for index, block in enumerate(self._spec.blocks):
             for group in groups(self._spec, self._engine, block):
                 splits = [self._enter(e, block) for e in group.members]
                 if not all(e.op in self._engine.absorbed for e in group.members):
                     self._kernel(group, block, splits)
                 for entry, split in zip(group.members, splits, strict=True):
                     self._leave(entry, block, split)
+            self._reduce(*self._partial)
+            blocks += [index] * (len(self._items) - len(blocks))
         attention = next((i for i in self._items if isinstance(i, _Attention)), None)
         if attention is not None and "prepare" in self._engine.kernels:
             dtype = self._spec.precision.activations
             self._items.insert(0, _Prepare(dtype=dtype, head_dim=attention.head_dim))
-        return tuple(self._items)
+            blocks.insert(0, None)
+        return tuple(self._items), tuple(blocks)
 
     # -- tensors and collectives
 
     def _enter(self, entry: Entry, block: Block) -> bool:
         """Whether a worker does only its part of ``entry``: weights decide, else its inputs do.
 
-        Gathers the split inputs of an entry that the engine leaves whole.
+        Gathers the split inputs of an entry that the engine leaves whole, and reduces partial sums
+        that it reads, unless all that it does is to add them up.
         """
+        summed = [a.tensor for a in _activations(entry) if a.tensor in self._partial]
+        if entry.op == "add" and len(summed) == len(entry.inputs):
+            for tensor in summed[1:]:
+                del self._partial[tensor]
+        else:
+            self._reduce(*summed)
         carried = [a for a in _activations(entry) if self._sharding.splits(a.ranks)]
         split_inputs = [a for a in carried if self._is_split.get(a.tensor, self._was_split)]
         weights_split = any(self._sharding.splits(a.ranks) for a in _weights(entry))
@@ -418,7 +455,8 @@ class _Lowering:
             split = False
             for access in split_inputs:
                 values = product(access.ranks, self._padded)
-                self._collective("all_gather", access.tensor, _per(entry), values, block)
+                gather = self._collective("all_gather", access.tensor, _per(entry), values, block)
+                self._items.append(gather)
                 self._is_split[access.tensor] = False
         if entry.einsum is not None:
             out = entry.einsum.output
@@ -436,12 +474,23 @@ class _Lowering:
             return  # the experts bring their sums back themselves
         if self._sharding.splits(entry_ranks(entry) - set(out)):
             values = product(out, self._sharding.local)
-            self._collective("all_reduce", entry.name, _per(entry), values, block)
+            reduce = self._collective("all_reduce", entry.name, _per(entry), values, block)
+            if entry.einsum is None:
+                self._items.append(reduce)
+            else:
+                tensor = entry.einsum.output.tensor
+                self._reduce(*({tensor} & set(self._partial)))
+                self._partial[tensor] = reduce
         einsum = entry.einsum if entry is self._logits else None
         if einsum is not None and self._engine.gather_logits and self._sharding.splits(out):
             values = product(out, self._padded)
-            self._collective("all_gather", entry.name, _per(entry), values, block)
+            gather = self._collective("all_gather", entry.name, _per(entry), values, block)
+            self._items.append(gather)
             self._is_split[einsum.output.tensor] = False
+
+    def _reduce(self, *tensors: str) -> None:
+        """The all-reduces of these partial sums."""
+        self._items += [self._partial.pop(tensor) for tensor in tensors]
 
     def _output_ranks(self, entry: Entry) -> tuple[str, ...]:
         if entry.einsum is not None:
@@ -454,17 +503,15 @@ class _Lowering:
         s = self._sharding
         return {r: n * s.ways.get(r, 1) for r, n in s.local.items()}
 
-    def _collective(self, kind: str, name: str, per: str, values: float, block: Block) -> None:
-        self._items.append(
-            _Rowwise(
-                name=f"{name}_{kind}",
-                key=kind,
-                dtype=self._spec.precision.activations,
-                count=block.repeat,
-                per=per,
-                scaled={"values": values},
-                fixed={"workers": self._sharding.tp},
-            )
+    def _collective(self, kind: str, name: str, per: str, values: float, block: Block) -> _Rowwise:
+        return _Rowwise(
+            name=f"{name}_{kind}",
+            key=kind,
+            dtype=self._spec.precision.activations,
+            count=block.repeat,
+            per=per,
+            scaled={"values": values},
+            fixed={"workers": self._sharding.tp},
         )
 
     # -- kernels
@@ -495,7 +542,7 @@ class _Lowering:
 
     def _gemm(self, group: Group, block: Block, splits: Sequence[bool]) -> _Rowwise:
         """Contractions of one input with one weight each, side by side as one GEMM."""
-        n, shared = 0.0, set()
+        n, shared, stored = 0.0, set(), {self._spec.stored(e) for e in group.members}
         for entry, split in zip(group.members, splits, strict=True):
             einsum = entry.einsum
             assert einsum is not None  # chosen by `_kernel`
@@ -507,16 +554,16 @@ class _Lowering:
                 )
             n += c.n
             shared.add((_activations(entry), c.m, c.k))
-        if len(shared) > 1:
+        if len(shared) > 1 or len(stored) > 1:
             raise UnsupportedError(
                 f"{self._spec.name}: {group.name!r} cannot be one GEMM, its members read different "
-                "inputs; take them apart in `fusion`"
+                "inputs or are stored differently; take them apart in `fusion`"
             )
-        ((_, m, k),) = shared
+        ((_, m, k),), (dtype,) = shared, stored
         return _Rowwise(
             name=group.name,
             key=self._hint(group) or "einsum",
-            dtype=self._spec.precision.weights,
+            dtype=dtype,
             count=block.repeat,
             per=_per(group.members[0]),
             scaled={"m": m},
@@ -536,7 +583,7 @@ class _Lowering:
         sizes = self._sharding.sizes(split)
         return Experts(
             name="experts",
-            dtype=self._spec.precision.weights,
+            dtype=self._spec.stored(group.members[-1]),
             count=block.repeat,
             rank=moe["rank"],
             routing=routing,
@@ -576,9 +623,16 @@ class _Lowering:
             raise SpecError(f"{self._spec.name}: {entry.name!r} reads nothing with ranks; add `in`")
         return accesses[0].ranks[-1]
 
-    def _attention(self, group: Group, block: Block, split: bool) -> _Attention:
+    def _attention(self, group: Group, block: Block, split: bool) -> _Attention | Latent:
         """Scores, softmax and context as one kernel."""
+        name = "attention" if block.window is None else "window_attention"
+        before = [i for i in self._items if isinstance(i, _Attention | Latent)]
+        if any(i.name == name and i.count == block.repeat for i in before):
+            name = f"{block.name}_{name}"  # see `step_shape`: a step is known by its attention
         scores = group.members[0]
+        if _weights(scores) and block.window is None:
+            sizes = self._sharding.sizes(split)
+            return latent_attention(self._spec, group, block, sizes, name)
         einsum = scores.einsum
         if einsum is None or len(einsum.inputs) != 2 or scores.mask != "causal":
             raise UnsupportedError(
@@ -598,6 +652,8 @@ class _Lowering:
                 f"there are kernels only for keys and values of {kv_heads} x {head_dim} each"
             )
         return _Attention(
+            name=name,
+            window=block.window,
             kernel=self._hint(group),
             dtype=self._spec.precision.kv_cache,
             count=block.repeat,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Literal, Self
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import MappingProxyType, TracebackType
+from typing import Any, Literal, Self
 
 from energylens.errors import MeterError
+from energylens.meter.rails import RailRole
 from energylens.meter.window import (
     MARGIN_S,
     SENSORS,
@@ -35,6 +37,8 @@ __all__ = [
     "require_energy",
 ]
 
+POWER_SENSORS = ("energy", "instant_power", "average_power")
+"""Sensors that give energy."""
 SensorState = Literal["supported", "not_supported", "no_permission", "stuck", "absent"]
 
 
@@ -49,6 +53,14 @@ class DeviceInfo:
         memory_bytes: total; that of the system where ``unified_memory``.
         mig: True for a slice or a board that is split into slices (``mig_uuids``).
         other_pids: compute processes on the board, this one apart.
+        integrated: True for a GPU inside of a module (Jetson), the only one that CUDA shows.
+        power_scope: what power and energy cover, ``gpu`` or ``module``.
+        power_mode: name of the mode that presets clocks and cores (nvpmodel). It is not a cap.
+        power_source: what reads the power, and how often; power_step_w: its resolution.
+        least_window_s: shortest window worth measuring with its sensors; 0 where any will do.
+        clocks_hz: (name, Hz) of the clocks that the mode sets.
+        rails: rails by role, where power comes from rails.
+        notes: what a reader of its results has to know.
     """
 
     uuid: str
@@ -65,6 +77,30 @@ class DeviceInfo:
     ecc: bool | None = None
     persistence: bool | None = None
     other_pids: tuple[int, ...] = ()
+    integrated: bool = False
+    power_scope: str = "gpu"
+    power_mode: str | None = None
+    power_source: str | None = None
+    power_step_w: float | None = None
+    least_window_s: float = 0.0
+    clocks_hz: tuple[tuple[str, float], ...] = ()
+    rails: tuple[RailRole, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def rail_facts(self) -> dict[str, Any]:
+        """What a record says of power from rails: which they are, and what shares them; else {}."""
+        if not self.rails:
+            return {}
+        return {
+            "power_scope": self.power_scope,
+            "power_source": self.power_source,
+            "power_step_w": self.power_step_w,
+            "power_mode": self.power_mode,
+            "clocks_hz": dict(self.clocks_hz),
+            "rails": {r.role: asdict(r) for r in self.rails},
+            "notes": list(self.notes),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +164,20 @@ class AbstractRecorder(abc.ABC):
             MeterError: ``uuid`` is not recorded.
         """
 
+    def rails(
+        self, uuid: str, start_s: float = -math.inf, end_s: float = math.inf
+    ) -> Mapping[str, DeviceSeries]:
+        """Role (see `energylens.meter.rails.ROLES`) -> power of its rails, for `reading`.
+
+        Empty for boards without rails. A role that no rail measures has a series without samples.
+        """
+        return MappingProxyType({})
+
+    def rail_readings(self, uuid: str, start_s: float, end_s: float) -> Mapping[str, Reading]:
+        """Role -> `reading` of its rails; empty for boards without rails."""
+        near = self.rails(uuid, start_s - MARGIN_S, end_s + MARGIN_S)
+        return {role: reading(series, start_s, end_s) for role, series in near.items()}
+
     def reading(self, uuid: str, start_s: float, end_s: float, *, min_ticks: int = 4) -> Reading:
         """`reading` of ``uuid`` over a window that has passed."""
         near = self.series(uuid, start_s - MARGIN_S, end_s + MARGIN_S)
@@ -169,6 +219,14 @@ class AbstractMeter(abc.ABC):
         """
 
 
+def system_memory_bytes() -> float | None:
+    """Memory of this machine, for boards that share it with the CPU."""
+    names = ("SC_PAGE_SIZE", "SC_PHYS_PAGES")
+    if not all(name in os.sysconf_names for name in names):
+        return None
+    return float(os.sysconf(names[0]) * os.sysconf(names[1]))
+
+
 def require_energy(meter: AbstractMeter, info: DeviceInfo) -> None:
     """Refuse a board without energy.
 
@@ -177,11 +235,7 @@ def require_energy(meter: AbstractMeter, info: DeviceInfo) -> None:
     """
     if info.mig:
         raise MeterError(f"{info.name}: MIG is on, and no sensor belongs to one slice; turn it off")
-    rows = [
-        c
-        for c in meter.capabilities()
-        if c.uuid == info.uuid and c.sensor in ("energy", "instant_power", "average_power")
-    ]
+    rows = [c for c in meter.capabilities() if c.uuid == info.uuid and c.sensor in POWER_SENSORS]
     if not any(c.state == "supported" for c in rows):
         why = "; ".join(f"{c.sensor}: {c.reason or c.state}" for c in rows)
         raise MeterError(f"{info.name}: energy cannot be measured ({why or 'no sensor'})")

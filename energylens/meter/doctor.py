@@ -7,21 +7,22 @@ import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from energylens.errors import MeterError
-from energylens.meter.base import AbstractMeter, Capability, DeviceInfo
-from energylens.meter.nvml import NvmlMeter, visible_devices
+from energylens.meter.base import POWER_SENSORS, AbstractMeter, Capability, DeviceInfo
+from energylens.meter.choose import choose_meter
+from energylens.meter.host import HostMeter
+from energylens.meter.nvml import visible_devices
+from energylens.meter.tegra import tegra_board
 
 INSTALL = "pip install '.[{}]' in the checkout of EnergyLens"
 """How to get an extra."""
 CALIBRATE_LIBRARIES = ("torch", "transformers", "sklearn", "pandas", "pynvml")
 LIBRARIES = (*CALIBRATE_LIBRARIES, "jtop")
 """Optional libraries that are looked for, by import name."""
-_TEGRA_RELEASE = Path("/etc/nv_tegra_release")
-_DEVICE_TREE_MODEL = Path("/proc/device-tree/model")
-_TEGRA_WORDS = ("jetson", "tegra", "orin", "xavier", "thor")
-_ENERGY_SENSORS = ("energy", "instant_power", "average_power")
+_MODE_HINT = "let /var/lib/nvpmodel/status and /etc/nvpmodel.conf be read, or use jtop"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,10 +33,11 @@ class Diagnosis:
         python, platform: version of the interpreter; system and CPU architecture.
         tegra: name of the Jetson board, or None on other machines.
         libraries: (import name, found) of `LIBRARIES`; found without importing them.
-        nvml_error: why NVML cannot be used, or None where it works.
+        meter_error: why no meter can be used, or None where one works.
         devices: every board; visible: UUIDs of those that CUDA will show.
         visible_error: why ``visible`` is not known, or None.
         capabilities: one row per board and sensor.
+        host: one row per energy counter of the machine's CPUs and memory.
         calibrate_blockers: why `energylens calibrate` cannot run here; empty where it can.
         hints: what to change, one line each, the most important first.
     """
@@ -44,11 +46,12 @@ class Diagnosis:
     platform: str
     tegra: str | None
     libraries: tuple[tuple[str, bool], ...]
-    nvml_error: str | None
+    meter_error: str | None
     devices: tuple[DeviceInfo, ...]
     visible: tuple[str, ...]
     visible_error: str | None
     capabilities: tuple[Capability, ...]
+    host: tuple[Capability, ...]
     calibrate_blockers: tuple[str, ...]
     hints: tuple[str, ...]
 
@@ -56,36 +59,36 @@ class Diagnosis:
 def diagnose(
     env: Mapping[str, str],
     *,
-    tegra_release: Path = _TEGRA_RELEASE,
-    device_tree: Path = _DEVICE_TREE_MODEL,
-    open_meter: Callable[[], AbstractMeter] = NvmlMeter,
+    root: Path = Path("/"),
+    open_meter: Callable[[], AbstractMeter] | None = None,
 ) -> Diagnosis:
     """Look at everything once; what fails becomes a line of the result, never an exception.
 
     Args:
         env: environment variables.
-        tegra_release: file that only Jetson systems have.
-        device_tree: file with the model of the board.
-        open_meter: makes the meter to probe.
+        root: where the file system begins.
+        open_meter: makes the meter to probe; `choose_meter` by default.
     """
-    tegra = _tegra(tegra_release, device_tree)
+    tegra = tegra_board(root)
+    open_meter = open_meter or partial(choose_meter, root=root)
     libraries = tuple((name, _is_importable(name)) for name in LIBRARIES)
     devices: tuple[DeviceInfo, ...] = ()
     capabilities: tuple[Capability, ...] = ()
     visible: tuple[str, ...] = ()
-    nvml_error = visible_error = None
+    meter_error = visible_error = None
     try:
         meter = open_meter()
         devices, capabilities = meter.devices(), meter.capabilities()
     except MeterError as error:
-        nvml_error = str(error)
+        meter_error = str(error)
     try:
         visible = tuple(info.uuid for info in visible_devices(devices, env))
     except MeterError as error:
         visible_error = str(error)
-    lacking = [name for name in CALIBRATE_LIBRARIES if not dict(libraries)[name]]
+    spared = {"pynvml"} if any(info.integrated for info in devices) else set()
+    lacking = [n for n in CALIBRATE_LIBRARIES if not dict(libraries)[n] and n not in spared]
     hints = [
-        *_machine_hints(tegra, lacking, dict(libraries)["jtop"], nvml_error),
+        *_machine_hints(lacking, meter_error),
         *([visible_error] if visible_error else []),
         *(hint for info in devices for hint in _device_hints(info, capabilities)),
     ]
@@ -97,12 +100,13 @@ def diagnose(
         platform=f"{platform.system()} {platform.release()} {platform.machine()}",
         tegra=tegra,
         libraries=libraries,
-        nvml_error=nvml_error,
+        meter_error=meter_error,
         devices=devices,
         visible=visible,
         visible_error=visible_error,
         capabilities=capabilities,
-        calibrate_blockers=tuple(_calibrate_blockers(lacking, visible, visible_error, nvml_error)),
+        host=HostMeter(root).capabilities(),
+        calibrate_blockers=tuple(_calibrate_blockers(lacking, visible, visible_error, meter_error)),
         hints=tuple(hints),
     )
 
@@ -111,27 +115,12 @@ def _calibrate_blockers(
     lacking: Sequence[str],
     visible: Sequence[str],
     visible_error: str | None,
-    nvml_error: str | None,
+    meter_error: str | None,
 ) -> Iterator[str]:
-    if nvml_error or not visible:
-        yield nvml_error or visible_error or "no board is visible to CUDA"
+    if meter_error or not visible:
+        yield meter_error or visible_error or "no board is visible to CUDA"
     if lacking:
         yield f"{', '.join(lacking)} not installed"
-
-
-def _tegra(release: Path, model: Path) -> str | None:
-    """Board name on Jetson. The CPU architecture says nothing: Grace Hopper is aarch64 too."""
-    name = _text(model)
-    if release.exists():
-        return name or "Jetson"
-    return name if any(word in name.lower() for word in _TEGRA_WORDS) else None
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip("\0\n ")
-    except OSError:
-        return ""
 
 
 def _is_importable(name: str) -> bool:
@@ -140,13 +129,9 @@ def _is_importable(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def _machine_hints(
-    tegra: str | None, lacking: Sequence[str], jtop: bool, nvml_error: str | None
-) -> Iterator[str]:
-    if tegra and not jtop:
-        yield f"Jetson reads its power rails: {INSTALL.format('jetson')}"
-    if nvml_error and not tegra:
-        yield nvml_error
+def _machine_hints(lacking: Sequence[str], meter_error: str | None) -> Iterator[str]:
+    if meter_error:
+        yield meter_error
     if lacking:
         names = ", ".join(lacking)
         yield f"on a machine with a GPU, calibrate needs {names}: {INSTALL.format('gpu')}"
@@ -154,7 +139,7 @@ def _machine_hints(
 
 def _device_hints(info: DeviceInfo, capabilities: tuple[Capability, ...]) -> list[str]:
     rows = [c for c in capabilities if c.uuid == info.uuid]
-    energy = [c for c in rows if c.sensor in _ENERGY_SENSORS]
+    energy = [c for c in rows if c.sensor in POWER_SENSORS]
     hints = []
     if info.mig:
         hints.append("MIG is on, so no energy of a slice is known; turn it off: nvidia-smi -mig 0")
@@ -171,4 +156,9 @@ def _device_hints(info: DeviceInfo, capabilities: tuple[Capability, ...]) -> lis
         hints.append(
             f"the power limit is {limit_w:g} W instead of {default_w:g} W; results hold for it only"
         )
+    clocks = dict(info.clocks_hz)
+    if clocks.get("gpu_min", 0.0) < clocks.get("gpu_max", 0.0):
+        hints.append("the clock of the GPU follows the load; before measuring: sudo jetson_clocks")
+    if info.integrated and info.power_mode is None:
+        hints.append(f"the power mode is not known, and calibrate needs it: {_MODE_HINT}")
     return [f"{info.uuid}: {hint}" for hint in hints]

@@ -22,6 +22,7 @@ from energylens.meter.base import (
     Capability,
     DeviceInfo,
     SensorState,
+    system_memory_bytes,
 )
 from energylens.meter.window import COUNTER_POLL_S, SENSORS, DeviceSeries, plausible
 from energylens.units import HZ_PER_MHZ, J_PER_MJ, W_PER_MW
@@ -421,7 +422,7 @@ class NvmlMeter(AbstractMeter):
                 ask("nvmlDeviceGetPowerManagementDefaultLimit", handle), W_PER_MW
             ),
             sm_clock_max_hz=_scaled(ask("nvmlDeviceGetMaxClockInfo", handle, _SM), HZ_PER_MHZ),
-            memory_bytes=float(memory.total) if memory else _system_memory_bytes(),
+            memory_bytes=float(memory.total) if memory else system_memory_bytes(),
             unified_memory=memory is None,
             mig=mig,
             mig_uuids=self._slices(handle) if mig else (),
@@ -456,6 +457,8 @@ def visible_devices(infos: Sequence[DeviceInfo], env: Mapping[str, str]) -> tupl
     if value is None:
         return tuple(infos)
     entries = [entry.strip() for entry in value.split(",")]
+    if any(info.integrated for info in infos):  # the only one, by whatever name CUDA knows it
+        return () if entries[0] in ("", "-1", "NoDevFiles") else tuple(infos)
     if entries[0].startswith(("GPU-", "MIG-")):
         kind = entries[0][:4]
         found = [_by_prefix(infos, e) if e.startswith(kind) else None for e in entries]
@@ -489,7 +492,7 @@ def match_cuda(infos: Sequence[DeviceInfo], cuda_ids: Sequence[str]) -> tuple[De
 
 def _match(infos: Sequence[DeviceInfo], cuda_id: str) -> DeviceInfo:
     for info in infos:
-        if _plain(info.uuid) == _plain(cuda_id):
+        if info.integrated or _plain(info.uuid) == _plain(cuda_id):
             return info
         if info.pci_bus_id and ":" in cuda_id and _bus(info.pci_bus_id) == _bus(cuda_id):
             return info
@@ -529,13 +532,6 @@ def _bus(bus_id: str) -> tuple[str, ...]:
 
 def _scaled(value: object, factor: float) -> float | None:
     return value * factor if isinstance(value, int | float) else None
-
-
-def _system_memory_bytes() -> float | None:
-    names = ("SC_PAGE_SIZE", "SC_PHYS_PAGES")
-    if not all(name in os.sysconf_names for name in names):
-        return None
-    return float(os.sysconf(names[0]) * os.sysconf(names[1]))
 
 
 def _probe(info: DeviceInfo, board: _Board, sensor: str) -> tuple[Capability, float | None]:

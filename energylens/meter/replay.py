@@ -21,7 +21,7 @@ from energylens.meter.window import SENSORS, DeviceSeries
 _COLUMNS = ("uuid", "sensor", "t_s", "value")
 _JITTER = "energy_jitter_s"
 _TEXTS = ("name", "scope")
-_NUMBERS = ("power_limit_w", "sm_clock_max_hz", "lost_s")
+_NUMBERS = ("power_limit_w", "sm_clock_max_hz", "power_step_w", "lost_s")
 _ABSENT = "absent."
 
 

@@ -61,9 +61,10 @@ CLOCK_EVENT_REASONS: Mapping[int, str] = MappingProxyType(
         0x40: "hw_thermal_slowdown",
         0x80: "hw_power_brake",
         0x100: "display_clock",
+        1 << 24: "governor",  # ours: the clock follows the load, as on a Jetson
     }
 )
-"""Name of each bit of NVML's clock event ("throttle") reasons."""
+"""Name of each bit of NVML's clock event ("throttle") reasons, and of one more."""
 THROTTLING = ("hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake")
 """Reasons that make a window invalid. The software power cap is none: a large GEMM runs at it."""
 
@@ -80,8 +81,8 @@ INVALID_FLAGS = frozenset(
     }
 )
 """Flags that make a reading invalid. The others are labels: ``power_capped``, ``gpu_idle``,
-``counter_mistrusted``, ``sensors_differ`` (by 5 to 10 %) and ``coverage`` (below 95 %; below
-80 % the reading is invalid, below 50 % there is none)."""
+``counter_mistrusted``, ``clock_scaling``, ``sensors_differ`` (by 5 to 10 %) and ``coverage`` (below
+95 %; below 80 % the reading is invalid, below 50 % there is none)."""
 
 _MAX_POWER_W = 2.0**31 * W_PER_MW
 """NVML answers nonsense above 2^31 mW when a power sensor fails."""
@@ -89,7 +90,7 @@ _TEMPERATURE_RANGE_C = (-100.0, 200.0)
 """Outside lie sentinels such as -256 (sensor offline)."""
 MARGIN_S = 2.0
 """How far outside of the window samples are looked at for edges and sensor periods."""
-_COUNTER_STEP_J, _POWER_STEP_W = J_PER_MJ, W_PER_MW
+_COUNTER_STEP_J = J_PER_MJ
 _DEFAULT_TICK_S = 0.1
 _MIN_COVERAGE = 0.5
 
@@ -108,6 +109,7 @@ class DeviceSeries:
         reasons: (s, mask of `CLOCK_EVENT_REASONS`).
         scope: what power and energy cover: ``gpu``, or ``module`` (with a CPU and its memory).
         power_limit_w, sm_clock_max_hz: limits for the plausibility checks.
+        power_step_w: resolution of the power samples.
         mig: True for a slice or a split board. lost_s: when the board fell off the bus.
         absent: sensor -> why it gives nothing (any more).
     """
@@ -125,6 +127,7 @@ class DeviceSeries:
     scope: str = "gpu"
     power_limit_w: float | None = None
     sm_clock_max_hz: float | None = None
+    power_step_w: float = W_PER_MW
     mig: bool = False
     lost_s: float | None = None
     absent: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
@@ -261,7 +264,7 @@ def reading(
         )
     near = series.between(start_s - MARGIN_S, end_s + MARGIN_S)
     watts = _sane(near, "instant_power")
-    instant = _trapezoid(watts, start_s, end_s, min_ticks)
+    instant = _trapezoid(watts, start_s, end_s, min_ticks, near.power_step_w)
     counter = _counter_slope(near, start_s, end_s, min_ticks, watts)
     method, chosen, flags, why = _choose(
         near, start_s, end_s, min_ticks, counter, instant, trust_counter
@@ -308,7 +311,7 @@ def counter_trust(series: DeviceSeries, start_s: float, end_s: float) -> Counter
     is the primary source. 5 % apart or more means mistrusted.
     """
     seen = reading(series, start_s, end_s)
-    steady = _trapezoid(_sane(series, "instant_power"), start_s, end_s, 4)
+    steady = _trapezoid(_sane(series, "instant_power"), start_s, end_s, 4, series.power_step_w)
     if end_s - start_s < CROSS_CHECK_MIN_S:
         text = f"the window of {end_s - start_s:.3g} s is shorter than {CROSS_CHECK_MIN_S:g} s"
     elif seen.method != "counter_slope" or seen.mean_power_w is None:
@@ -373,7 +376,7 @@ def _too_few(what: str, found: int, needed: int, duration_s: float, period_s: fl
 
 
 def _trapezoid(
-    samples: Samples, start_s: float, end_s: float, min_samples: int
+    samples: Samples, start_s: float, end_s: float, min_samples: int, step_w: float
 ) -> _Estimate | _Shortage:
     """Integral of power with interpolated edges; gaps over 3 sample periods are not observed."""
     inside = _cut(samples, start_s, end_s)
@@ -400,7 +403,7 @@ def _trapezoid(
     if observed_s <= 0:
         return _Shortage("power samples with gaps only", too_short=False)
     power_w = area_j / observed_s
-    error_j += _POWER_STEP_W * duration_s
+    error_j += step_w * duration_s
     error_j += (duration_s - observed_s) * max(high_w - power_w, power_w - low_w)
     coverage = min(1.0, observed_s / duration_s)
     if coverage < _MIN_COVERAGE:
@@ -517,7 +520,9 @@ def _choose(
 def _average_power(
     series: DeviceSeries, start_s: float, end_s: float, min_ticks: int
 ) -> _Estimate | _Shortage:
-    average = _trapezoid(_sane(series, "average_power"), start_s, end_s, min_ticks)
+    average = _trapezoid(
+        _sane(series, "average_power"), start_s, end_s, min_ticks, series.power_step_w
+    )
     duration_s = end_s - start_s
     if isinstance(average, _Estimate):
         if duration_s < AVERAGE_MIN_S:
@@ -572,7 +577,7 @@ def _state_flags(
     limit_w, clock_max_hz = series.power_limit_w, series.sm_clock_max_hz
     load = power_w / limit_w if power_w and limit_w else 0.0
     capped = "sw_power_cap" in reasons or (0.95 <= load <= 1.2 and not series.reasons)
-    idle = "gpu_idle" in reasons
+    idle, governed = "gpu_idle" in reasons, "governor" in reasons
     slow = False
     if clocks and not capped and not idle:
         slow = min(clocks) < 0.8 * max(clocks)
@@ -581,7 +586,8 @@ def _state_flags(
     found = {
         "power_capped": capped,
         "gpu_idle": idle,
-        "throttled": slow or any(name in reasons for name in THROTTLING),
+        "throttled": (slow and not governed) or any(name in reasons for name in THROTTLING),
+        "clock_scaling": slow and governed,
         "implausible_power": load > 1.2,
     }
     return tuple(name for name, present in found.items() if present)

@@ -66,17 +66,18 @@ MeterFactory = Callable[[Sequence[str]], tuple[AbstractMeter, Sequence[DeviceInf
 """
 
 
-def nvml_meter(uuids: Sequence[str]) -> tuple[AbstractMeter, Sequence[DeviceInfo]]:
-    """NVML's boards of these CUDA devices, whatever CUDA_VISIBLE_DEVICES makes of their order."""
-    from energylens.meter.nvml import NvmlMeter, match_cuda
+def machine_meter(uuids: Sequence[str]) -> tuple[AbstractMeter, Sequence[DeviceInfo]]:
+    """The boards of these CUDA devices, whatever CUDA_VISIBLE_DEVICES makes of their order."""
+    from energylens.meter.choose import choose_meter
+    from energylens.meter.nvml import match_cuda
 
     if not uuids:
         raise MeterError("the model runs on the CPU, which no meter here covers")
-    meter = NvmlMeter()
+    meter = choose_meter()
     return meter, match_cuda(meter.devices(), uuids)
 
 
-METERS: list[MeterFactory] = [nvml_meter]
+METERS: list[MeterFactory] = [machine_meter]
 """Meters in the order in which they are tried; put one's own at the front."""
 
 
@@ -207,7 +208,8 @@ class Session:
     """A run; `measure` does all of it, `profile` gives what there is so far.
 
     Attributes:
-        limits: how long each phase is run; ``request.repeats`` wins over its own.
+        limits: how long each phase is run; ``request.repeats`` wins over its own, and sensors that
+            need longer windows get them.
         meters: tried in order.
         save: is given the profile after every phase, on worker 0.
     """
@@ -357,12 +359,13 @@ class Session:
             return
         self.progress.start("idle power")
         self.team.gather(None)
-        self.clock.sleep(IDLE_SETTLE_S + IDLE_S)
+        idle_s = max([IDLE_S, *(info.least_window_s for info in self._infos)])
+        self.clock.sleep(IDLE_SETTLE_S + idle_s)
         if self._recorder is not None:
             end_s = self.clock.now()
             self._idle.append(
                 [
-                    self._recorder.reading(i.uuid, end_s - IDLE_S, end_s).mean_power_w
+                    self._recorder.reading(i.uuid, end_s - idle_s, end_s).mean_power_w
                     for i in self._infos
                 ]
             )
@@ -388,6 +391,10 @@ class Session:
                 continue
             self._recorder, self._infos = recorder, tuple(infos)
             self._meter_name, self._energy_reason = type(meter).__name__, None
+            slowest_s = max((info.least_window_s for info in infos), default=0.0)
+            self.limits = self.limits.at_least(slowest_s)
+            for note in dict.fromkeys(note for info in infos for note in info.notes):
+                self.progress.note(note)
             return
         self._energy_reason = "; ".join(dict.fromkeys(reasons)) or "no meter was asked for"
 
@@ -399,7 +406,7 @@ class Session:
         phases = {phase: self._phase_profile(phase) for phase in self._windows}
         info = self._infos[0] if self._infos else None
         device_name = info.name if info else self.engine.device_name()
-        device = _sheet_name(device_name)
+        device = _sheet_name(device_name, info.power_mode if info else None)
         spec = self.engine.spec()
         memory = self._memory(spec, info)
         yardstick = Yardstick(spec, device, request, self.engine.modes)
@@ -535,9 +542,12 @@ class Session:
             "outlier_rule": OUTLIER_RULE,
             "validity_rule": VALIDITY_RULE,
             "phases": {
-                phase: [_reading_facts(r) for r in self._readings.get(phase, ())]
+                phase: [
+                    _reading_facts(r) | self._rail_facts(r) for r in self._readings.get(phase, ())
+                ]
                 for phase in phases
             },
+            **(self._infos[0].rail_facts if self._infos else {}),
         }
 
     def _throttle(self) -> tuple[ThrottleCheck, ...] | None:
@@ -549,6 +559,16 @@ class Session:
             for phase, start_s, end_s in self._marks()
             for info in self._infos
         )
+
+    def _rail_facts(self, reading: Reading) -> dict[str, Any]:
+        """Energy by role in the window of a reading, where a board has rails."""
+        assert self._recorder is not None  # there is no reading without one
+        window = reading.uuid, reading.start_s, reading.end_s
+        roles = self._recorder.rail_readings(*window)
+        if not roles:
+            return {}
+        keys = ("scope", "energy_j", "mean_power_w", "energy_rel_error", "reason")
+        return {"rails": {name: {k: getattr(r, k) for k in keys} for name, r in roles.items()}}
 
     def _marks(self) -> list[tuple[str, float, float]]:
         return [
@@ -573,8 +593,9 @@ def _reading_facts(reading: Reading) -> dict[str, Any]:
     }
 
 
-def _sheet_name(device_name: str) -> str | None:
+def _sheet_name(device_name: str, mode: str | None) -> str | None:
     try:
-        return load_device(device_name).name
+        device = load_device(device_name)
+        return load_device(f"{device_name}@{mode}").name if device.power_mode else device.name
     except SpecError:
         return None

@@ -24,7 +24,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -80,6 +80,8 @@ class Team(Protocol):
         ...
 
 
+SLOW_SETTLE_S = 5.0
+"""Seconds until a sensor of a few values a second has settled, and the governor of the clock."""
 _ORDER_S = 0.25
 """Seconds of steps that worker 0 orders at a time."""
 
@@ -106,6 +108,12 @@ class Limits:
         """Check what the type system cannot."""
         if self.repeats < 1:
             raise MeterError(f"--repeats: {self.repeats} found, and must be at least 1")
+
+    def at_least(self, window_s: float) -> Limits:
+        """The same for sensors that need windows of ``window_s``; unchanged where these do."""
+        if window_s <= self.window_s:
+            return self
+        return replace(self, settle_s=max(self.settle_s, SLOW_SETTLE_S), window_s=window_s)
 
 
 def run_window(
@@ -168,8 +176,8 @@ class _Plan:
     def order(self, done: int) -> tuple[str, int] | None:
         """Part and number of the next steps, after ``done``; None where all is done."""
         limits, now_s = self._limits, self._now()
-        if done:
-            self._pace_s = max((now_s - self._begin_s) / done, 1e-9)
+        if done > 1:  # the last one may still be in flight
+            self._pace_s = max((now_s - self._begin_s) / (done - 1), 1e-9)
         if self._tail:
             return None
         if self._window is None:

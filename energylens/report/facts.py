@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 LIST_SCHEMA = "energylens/list/v1"
 DOCTOR_SCHEMA = "energylens/doctor/v1"
+SWEEP_SCHEMA = "energylens/sweep/v1"
 
 
 def listing_document(known: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
@@ -38,6 +39,19 @@ def listing_table(known: Mapping[str, Mapping[str, str]]) -> RenderableType:
     return Group(*parts)
 
 
+def sweep_document(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``energylens/sweep/v1`` document of the fields of a `sweep.Sweep`."""
+    return {"schema": SWEEP_SCHEMA, **facts}
+
+
+def sweep_text(facts: Mapping[str, Any]) -> str:
+    """What a run did, for people."""
+    return (
+        f"{facts['cells']} cells in {facts['out']}: {facts['reused']} were there, "
+        f"{facts['cells'] - facts['reused']} are new, {facts['infeasible']} of all cannot run"
+    )
+
+
 def doctor_document(diagnosis: Mapping[str, Any]) -> dict[str, Any]:
     """The ``energylens/doctor/v1`` document of the fields of a `meter.doctor.Diagnosis`."""
     return {
@@ -62,14 +76,37 @@ def doctor_text(document: Mapping[str, Any]) -> str:
         lines.append(f"Jetson: {document['tegra']}")
     for board in document["devices"]:
         hidden = "" if board["uuid"] in document["visible"] else ", hidden from CUDA"
-        limit = "unknown" if board["power_limit_w"] is None else f"{board['power_limit_w']:g} W"
-        lines.append(f"{board['name']} {board['uuid']}, power limit {limit}{hidden}")
+        lines.append(f"{board['name']} {board['uuid']}, {_power_of(board)}{hidden}")
+        lines += [f"  rails of {role['role']}: {_rails_of(role)}" for role in board["rails"]]
+        lines += [f"  note: {note}" for note in board["notes"]]
         for sensor in document["capabilities"]:
             if sensor["uuid"] == board["uuid"]:
-                detail = sensor["reason"] or sensor["scope"]
-                note = f" ({detail})" if detail else ""
-                lines.append(f"  {sensor['sensor']}: {sensor['state']}{note}")
+                lines.append(f"  {sensor['sensor']}: {_state_of(sensor)}")
+    for counter in document["host"]:
+        lines.append(f"host {counter['uuid'].partition('/')[2]} energy: {_state_of(counter)}")
     return "\n".join([*lines, *(f"to do: {hint}" for hint in document["hints"])])
+
+
+def _state_of(sensor: Mapping[str, Any]) -> str:
+    detail = sensor["reason"] or sensor["scope"]
+    return f"{sensor['state']} ({detail})" if detail else str(sensor["state"])
+
+
+def _power_of(board: Mapping[str, Any]) -> str:
+    if board["power_source"] is not None:
+        mode = board["power_mode"] or "unknown"
+        window = f"windows of {board['least_window_s']:g} s and more"
+        source = f"{board['power_source']}, in steps of {1e3 * board['power_step_w']:.3g} mW"
+        return f"power mode {mode}, {source}, {window}"
+    limit = board["power_limit_w"]
+    return "power limit " + ("unknown" if limit is None else f"{limit:g} W")
+
+
+def _rails_of(role: Mapping[str, Any]) -> str:
+    if not role["rails"]:
+        return f"none ({role['reason']})"
+    shared = f" (shared with {', '.join(role['shared_with'])})" if role["shared_with"] else ""
+    return " + ".join(role["rails"]) + shared
 
 
 def facts_text(facts: Mapping[str, Any]) -> str:

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from energylens.cost.bundle import Bundle, select
 from energylens.errors import OutOfRangeError, SpecError
-from energylens.lower import Lowered, lower, memory
-from energylens.predict import machine, predict
+from energylens.lower import Lowered, cache_bytes, lower, memory
+from energylens.machine import StepSums, machine
+from energylens.predict import predict
 from energylens.results import (
     Anchors,
     CacheUse,
@@ -150,11 +151,12 @@ class _Service:
         serving = self.engine.serving
         assert serving is not None  # `_limited` has made it
         parallelism = self.config.parallelism
-        if parallelism.dp > 1:
-            return Infeasible(
-                reason=f"dp={parallelism.dp}: a service with attention data parallelism is not "
-                "simulated; use replicas, or a batch without traffic"
-            )
+        for name, what in (("dp", "attention data"), ("pp", "pipeline")):
+            if getattr(parallelism, name) > 1:
+                return Infeasible(
+                    reason=f"{name}={getattr(parallelism, name)}: a service with {what} "
+                    "parallelism is not simulated; use replicas, or a batch without traffic"
+                )
         lowered = lower(
             self.spec,
             self.engine,
@@ -164,7 +166,7 @@ class _Service:
         )
         if isinstance(lowered, Infeasible):
             return lowered
-        blocks = kv_tokens(lowered, self.device) // serving.block_size
+        blocks = kv_tokens(lowered, self.device, longest) // serving.block_size
         if blocks < 1:
             return Infeasible(
                 reason=f"{self.spec.name} does not fit {self.device.name}: weights and "
@@ -181,8 +183,11 @@ class _Service:
             link=self.link,
         )
 
+        sums = StepSums(priced.model)
+
         def price(steps: Sequence[Step]) -> tuple[Array, Array]:
-            return priced.price(lowered, steps)
+            latency, energy = priced.price(sums, (lowered,), steps)
+            return latency[:, 0], energy[:, 0]
 
         return Replica(
             prices=PriceTable(price, serving=serving, longest=longest),
@@ -216,17 +221,17 @@ class _Service:
         )
 
 
-def kv_tokens(lowered: Lowered, device: Device) -> int:
-    """Tokens that the KV cache of a replica holds, in whole blocks.
+def kv_tokens(lowered: Lowered, device: Device, longest: int) -> int:
+    """Tokens that the KV cache of a replica holds of requests of ``longest``, in whole blocks.
 
     As vLLM sizes it: what its share of the device memory has left beside the weights and the
-    activations of the largest step.
+    activations of the largest step. Shorter requests fill it as much, but for layers with a window.
     """
     serving = lowered.engine.serving
     assert serving is not None  # `_limited` has checked it
     largest = Workload(batch=1, prompt_len=serving.batch_tokens, gen_len=1)
     held = memory(lowered, largest, device)
-    per_token = held.kv_cache_bytes / (largest.prompt_len + largest.gen_len)
+    per_token = cache_bytes(lowered, 1, longest) / longest
     room = serving.memory_share * held.capacity_bytes - held.weights_bytes - held.activations_bytes
     return max(0, math.floor(room / per_token) // serving.block_size * serving.block_size)
 

@@ -167,7 +167,7 @@ def parse_spec(text: str, *, path: str = "") -> Spec:
         path or "<text>",
         "energylens/spec/v1",
         ("ranks", "blocks"),
-        ("precision", "parallelism", "fusion", "overlap", "moe"),
+        ("precision", "parallelism", "fusion", "overlap", "moe", "notes"),
     )
     ranks = {name: field.integer() for name, field in fields["ranks"].pairs().items()}
     for rank in STEP_RANKS:
@@ -191,12 +191,13 @@ def parse_spec(text: str, *, path: str = "") -> Spec:
         fusion=_fusions(fields["fusion"], blocks) if "fusion" in fields else (),
         overlap=_overlaps(fields["overlap"], blocks) if "overlap" in fields else (),
         moe=_moe(fields["moe"], ranks) if "moe" in fields else None,
+        notes=fields["notes"].texts() if "notes" in fields else (),
         path=path,
     )
 
 
 def _block(field: Field, ranks: Mapping[str, int]) -> Block:
-    fields = field.mapping(("name", "cascade"), ("repeat",))
+    fields = field.mapping(("name", "cascade"), ("repeat", "window"))
     cascade = tuple(_entry(item, ranks) for item in fields["cascade"].items(1))
     if again := twice(entry.name for entry in cascade):
         raise fields["cascade"].error(f"two entries have the name {again!r}; names must differ")
@@ -204,6 +205,7 @@ def _block(field: Field, ranks: Mapping[str, int]) -> Block:
         name=fields["name"].text(),
         cascade=cascade,
         repeat=fields["repeat"].integer() if "repeat" in fields else 1,
+        window=fields["window"].integer() if "window" in fields else None,
     )
 
 
@@ -215,14 +217,26 @@ def _entry(field: Field, ranks: Mapping[str, int]) -> Entry:
 
 
 def _named_op(field: Field, ranks: Mapping[str, int]) -> Entry:
-    fields = field.mapping(("name", "op", "in"))
+    fields = field.mapping(("name", "op", "in"), ("weights",))
     inputs = fields["in"].parsed(parse_accesses)
     _check_ranks(fields["in"], inputs, ranks)
-    return Entry(name=fields["name"].text(), op=fields["op"].choice(OPS), inputs=inputs)
+    op = fields["op"].choice(OPS)
+    if "weights" in fields and op != "embedding":
+        raise fields["weights"].error(f"weights of {op} are stored as activations are; remove it")
+    return Entry(name=fields["name"].text(), op=op, inputs=inputs, weights=_weights(fields, inputs))
+
+
+def _weights(fields: Mapping[str, Field], inputs: tuple[Access, ...]) -> str | None:
+    """Precision of an entry's own weights, or None for the model's."""
+    if "weights" not in fields:
+        return None
+    if not any(access.is_weight for access in inputs):
+        raise fields["weights"].error("this entry reads no weight; remove it")
+    return fields["weights"].choice(BITS)
 
 
 def _contraction(field: Field, ranks: Mapping[str, int]) -> Entry:
-    fields = field.mapping(("name", "einsum"), ("mask", "cache", "bias", "tied"))
+    fields = field.mapping(("name", "einsum"), ("mask", "cache", "bias", "tied", "weights"))
     einsum = fields["einsum"].parsed(parse_einsum)
     _check_ranks(fields["einsum"], einsum.inputs, ranks)
     bias = fields["bias"].flag() if "bias" in fields else False
@@ -240,6 +254,7 @@ def _contraction(field: Field, ranks: Mapping[str, int]) -> Entry:
         cache=fields["cache"].flag() if "cache" in fields else False,
         bias=bias,
         tied=fields["tied"].text() if "tied" in fields else None,
+        weights=_weights(fields, einsum.inputs),
     )
 
 
@@ -357,6 +372,7 @@ def dump_spec(spec: Spec) -> str:
             {
                 "name": block.name,
                 "repeat": block.repeat,
+                **({"window": block.window} if block.window is not None else {}),
                 "cascade": [_dump_entry(entry) for entry in block.cascade],
             }
             for block in spec.blocks
@@ -371,6 +387,7 @@ def dump_spec(spec: Spec) -> str:
             for o in spec.overlap
         ],
         "moe": _thaw(spec.moe),
+        "notes": list(spec.notes),
     }
     filled = {key: value for key, value in document.items() if value not in (None, [], {})}
     return dump_yaml(filled)
@@ -386,6 +403,7 @@ def _dump_entry(entry: Entry) -> dict[str, Any]:
         "cache": entry.cache,
         "bias": entry.bias,
         "tied": entry.tied,
+        "weights": entry.weights,
     }
     return {key: value for key, value in fields.items() if value}
 
@@ -447,6 +465,7 @@ _ENGINE_OPTIONS: Mapping[str, Callable[[Field], Any]] = MappingProxyType(
         "dp_dispatch": lambda field: tuple(
             item.choice(("all_gather", "reduce_scatter", "all_to_all")) for item in field.items(2)
         ),
+        "pipeline_tensors": Field.integer,
         "ep_replicates": Field.flag,
         "reserve_bytes": Field.number,
         "serving": lambda field: _serving(field),
@@ -525,9 +544,27 @@ def _kernel(field: Field) -> Kernel:
 def load_device(name: str) -> Device:
     """The datasheet of a YAML file, or of a shipped one by any usual spelling (``NVIDIA H200``).
 
+    ``NAME@MODE`` is a device in one of its power modes.
+
     Raises:
-        SpecError: no such device, or something in the file is wrong.
+        SpecError: no such device or mode, or something in the file is wrong.
     """
+    base, at, mode = name.rpartition("@")
+    if not at or Path(name).is_file():
+        return _device_by_name(name)
+    device, mode = _device_by_name(base), mode.upper()
+    if mode == device.power_mode:
+        return device
+    if mode not in device.modes:
+        known = ", ".join(filter(None, (device.power_mode, *device.modes))) or "none"
+        raise SpecError(
+            f"device {device.name} has no figures for power mode {mode!r}; known: {known}; add it "
+            "under modes of a device file"
+        )
+    return device.modes[mode]
+
+
+def _device_by_name(name: str) -> Device:
     if Path(name).suffix in (".yaml", ".yml") or Path(name).is_file():
         return _device(_find(name, "devices"))
     known = list_resources("devices")
@@ -562,12 +599,12 @@ def _device(path: Path) -> Device:
             "power_limit_w",
             "idle_w",
         ),
-        ("aliases", "unified_memory"),
+        ("aliases", "unified_memory", "power_mode", "modes"),
     )
     peaks = fields["peak_flops"].mapping((), tuple(BITS))
     if not peaks:
         raise fields["peak_flops"].expected(f"at least one of: {', '.join(BITS)}")
-    return Device(
+    device = Device(
         name=fields["name"].text(),
         aliases=fields["aliases"].texts() if "aliases" in fields else (),
         memory_bytes=fields["memory_bytes"].number(),
@@ -580,6 +617,28 @@ def _device(path: Path) -> Device:
         idle_w=fields["idle_w"].number(),
         source=fields["source"].text(),
         unified_memory=fields["unified_memory"].flag() if "unified_memory" in fields else False,
+        power_mode=fields["power_mode"].text().upper() if "power_mode" in fields else None,
+    )
+    modes = fields["modes"].pairs() if "modes" in fields else {}
+    if modes and device.power_mode is None:
+        raise fields["modes"].error("key 'power_mode' is missing: which mode are the figures of?")
+    named = {mode.upper(): _in_mode(device, mode.upper(), field) for mode, field in modes.items()}
+    return replace(device, modes=MappingProxyType(named))
+
+
+def _in_mode(device: Device, mode: str, field: Field) -> Device:
+    """The device in another power mode; its peaks go with the clock."""
+    given = field.mapping(("clock_max_hz", "memory_bandwidth_bytes_s", "power_limit_w"))
+    clock_hz = given["clock_max_hz"].number()
+    peaks = {d: peak * clock_hz / device.clock_max_hz for d, peak in device.peak_flops.items()}
+    return replace(
+        device,
+        name=f"{device.name}@{mode}",
+        power_mode=mode,
+        peak_flops=MappingProxyType(peaks),
+        clock_max_hz=clock_hz,
+        memory_bandwidth_bytes_s=given["memory_bandwidth_bytes_s"].number(),
+        power_limit_w=given["power_limit_w"].number(),
     )
 
 

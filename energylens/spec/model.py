@@ -59,8 +59,10 @@ class Entry:
         inputs: what a named op reads (an einsum's inputs are in ``einsum``).
         mask: ``causal`` or None; which (s, t) pairs an attention contraction visits.
         cache: True where the output is kept for later steps (K and V).
-        bias: True where a bias vector over the output's weight ranks is added.
+        bias: True where a bias vector over the output's weight ranks is added, one for each expert
+            where experts are summed over.
         tied: name of the weight that this entry shares with another one (no memory of its own).
+        weights: precision of its weights, where they are not stored as the model's are.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Entry:
     cache: bool = False
     bias: bool = False
     tied: str | None = None
+    weights: str | None = None
 
     @property
     def accesses(self) -> tuple[Access, ...]:
@@ -80,11 +83,15 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A cascade of entries that is executed ``repeat`` times."""
+    """A cascade of entries that is executed ``repeat`` times.
+
+    With a ``window``, a token attends to no more than the last so many tokens, itself among them.
+    """
 
     name: str
     cascade: tuple[Entry, ...]
     repeat: int = 1
+    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +133,7 @@ class Spec:
         parallelism: mesh axis (``tp``, ``ep``) -> ranks that it splits, in order of preference.
         fusion, overlap: annotations; they win over the engine profile's.
         moe: mixture-of-experts annotation as written (``rank``, ``topk``, ``routing``), or None.
+        notes: what the spec leaves out or simplifies; every prediction says so.
         path: file that it came from, for messages; not part of equality.
     """
 
@@ -138,4 +146,11 @@ class Spec:
     fusion: tuple[Fusion, ...] = ()
     overlap: tuple[Overlap, ...] = ()
     moe: Mapping[str, Any] | None = None
+    notes: tuple[str, ...] = ()
     path: str = field(default="", compare=False)
+
+    def stored(self, entry: Entry) -> str:
+        """Precision of the weights of ``entry``; norms, sinks and biases are as activations are."""
+        if entry.op not in (None, "embedding"):
+            return self.precision.activations
+        return entry.weights or self.precision.weights

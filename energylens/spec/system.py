@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from energylens.errors import OutOfRangeError
+from energylens.units import ARITHMETIC
 
 
 class Phase(enum.StrEnum):
@@ -42,6 +43,9 @@ class Device:
         sm_count, clock_max_hz: streaming multiprocessors and their maximum clock.
         power_limit_w: default board power limit; idle_w: power with a context and nothing running.
         unified_memory: True where the CPU shares the memory (Jetson).
+        power_mode: mode that the figures hold for, where modes preset the clocks (nvpmodel). A mode
+            is no cap: its watts are nominal, and more than that is drawn at times.
+        modes: the device in its other modes, named ``NAME@MODE``.
         source: where the figures come from.
     """
 
@@ -57,6 +61,17 @@ class Device:
     idle_w: float
     source: str
     unified_memory: bool = False
+    power_mode: str | None = None
+    modes: Mapping[str, Device] = field(default_factory=lambda: MappingProxyType({}))
+
+    def peak(self, dtype: str) -> float:
+        """Dense peak in FLOP/s with operands stored as ``dtype``.
+
+        Where the device cannot multiply them as they are, they are unpacked to 16 bits.
+        """
+        peaks = self.peak_flops
+        known = (peaks.get(name) for name in (dtype, ARITHMETIC.get(dtype, dtype), "bf16"))
+        return next(filter(None, known), None) or max(peaks.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +158,8 @@ class Engine:
         ep_replicates: True where all but the experts is left whole under expert parallelism.
         dp_dispatch: collectives that bring tokens to the experts and back where attention is data
             parallel; empty where the engine has no such mode.
+        pipeline_tensors: tensors of a layer's width that a pipeline stage hands on for each token;
+            0 where the engine has no pipelines.
         reserve_bytes: device memory that the engine and the CUDA context take for themselves.
         serving: how it forms steps out of requests; None where it has no scheduler.
     """
@@ -161,6 +178,7 @@ class Engine:
     moe_dispatch: str = "allreduce"
     ep_replicates: bool = False
     dp_dispatch: tuple[str, ...] = ()
+    pipeline_tensors: int = 0
     reserve_bytes: float = 0.0
     serving: Serving | None = None
     asked_version: str | None = None
@@ -323,6 +341,12 @@ class Parallelism:
         """Devices that the configuration occupies."""
         return self.replicas * self.workers * self.pp
 
+    @property
+    def layout(self) -> str:
+        """Degrees of a replica: ``tp=2, ep=1, dp=1``, and ``pp=2`` where there is a pipeline."""
+        pipeline = f", pp={self.pp}" if self.pp > 1 else ""
+        return f"tp={self.tp}, ep={self.ep}, dp={self.dp}{pipeline}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
@@ -334,6 +358,9 @@ class Config:
         power_limit_w: of each board, the calibration's by default.
         routing: how tokens choose experts (``zipf:1.2``), the spec's own way by default.
         redundant_experts: experts that are held twice.
+        microbatches: parts of the batch that are in the stages of a pipeline at a time. By default
+            as the engine does with a batch that it gets at once: one for each step that its limits
+            make of the prefill, at most one for each stage.
     """
 
     parallelism: Parallelism = Parallelism()
@@ -341,3 +368,4 @@ class Config:
     power_limit_w: float | None = None
     routing: str | None = None
     redundant_experts: int = 0
+    microbatches: int | None = None

@@ -31,6 +31,7 @@ from energylens.units import BITS
 names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True)
 texts = st.one_of(names, st.sampled_from(["1e9", "null", "on", "2024-01-01", "a: b", "# é"]))
 SIZED = ("m", "g", "f", "e")
+precisions = st.sampled_from(sorted(BITS))
 
 
 @st.composite
@@ -53,14 +54,18 @@ def einsums(draw: st.DrawFn) -> Einsum:
 def entries(draw: st.DrawFn, name: str) -> Entry:
     if draw(st.booleans()):
         inputs = tuple(draw(st.lists(accesses(), min_size=1, max_size=2)))
-        return Entry(name=name, op=draw(st.sampled_from(OPS)), inputs=inputs)
+        op = draw(st.sampled_from(OPS))
+        stored = op == "embedding" and any(a.is_weight for a in inputs)
+        return Entry(name=name, op=op, inputs=inputs, weights=draw(precisions) if stored else None)
     einsum = draw(einsums())
+    has_weight = any(a.is_weight for a in einsum.inputs)
     return Entry(
         name=name,
         einsum=einsum,
         mask=draw(st.sampled_from([None, "causal"])),
         cache=draw(st.booleans()),
-        bias=any(a.is_weight for a in einsum.inputs) and draw(st.booleans()),
+        bias=has_weight and draw(st.booleans()),
+        weights=draw(st.none() | precisions) if has_weight else None,
     )
 
 
@@ -70,10 +75,11 @@ def specs(draw: st.DrawFn) -> Spec:
     for name in draw(st.lists(texts, min_size=1, max_size=3, unique=True)):
         members = draw(st.lists(texts, min_size=2, max_size=4, unique=True))
         cascade = tuple(draw(entries(member)) for member in members)
-        blocks.append(Block(name=name, cascade=cascade, repeat=draw(st.integers(1, 99))))
+        window = draw(st.none() | st.integers(1, 4096))
+        repeat = draw(st.integers(1, 99))
+        blocks.append(Block(name=name, cascade=cascade, repeat=repeat, window=window))
     first = tuple(entry.name for entry in blocks[0].cascade)
     sizes = {rank: draw(st.integers(1, 10**6)) for rank in SIZED}
-    precisions = st.sampled_from(sorted(BITS))
     routing: dict[str, object] = draw(
         st.sampled_from([{"kind": "uniform"}, {"kind": "zipf", "alpha": 1e-7}])
     )
@@ -99,6 +105,7 @@ def specs(draw: st.DrawFn) -> Spec:
             )
         ),
         moe=draw(st.sampled_from([None, moe])),
+        notes=tuple(draw(st.lists(texts, max_size=2))),
     )
 
 

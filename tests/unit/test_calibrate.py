@@ -358,7 +358,7 @@ def test_a_provider_whose_library_is_missing_names_the_extra(
     lab, installed, monkeypatch, capsys, no_debug, provider, there, missing, extra
 ):
     installed.intersection_update(there)
-    monkeypatch.setattr("energylens.bench.calibrate._nvml_meter", lambda: lab.meter)
+    monkeypatch.setattr("energylens.bench.calibrate._meter", lambda: lab.meter)
     out = ("--out", str(lab.out), "--plan", str(lab.plan))
     assert main(["calibrate", "--provider", provider, *out]) == 2
     text, err = capsys.readouterr()

@@ -11,7 +11,7 @@ import typer
 from energylens.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/profiler.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/explore.md", "docs/profiler.md", "docs/sweep.md")
 
 
 def commands() -> dict[str, set[str]]:

@@ -135,6 +135,52 @@ def test_a_device_without_a_bundle_answers_from_the_roofline(capsys: Capture) ->
     assert "energylens calibrate --device a6000" in " ".join(document["notes"])
 
 
+@pytest.mark.parametrize(
+    ("model", "narrow", "wide"),
+    [
+        (("gpt_oss_20b",), {"experts"}, {"q+k+v", "o", "lm_head"}),
+        (
+            ("deepseek_v3", "--tp", "8", "--ep", "8"),
+            {"experts", "o", "q_a+kv_a+k_rope", "shared_down", "gate+up"},
+            {"router", "lm_head"},
+        ),
+    ],
+)
+def test_quantised_weights_are_never_said_to_be_measured(
+    capsys: Capture, model: tuple[str, ...], narrow: set[str], wide: set[str]
+) -> None:
+    document = run_json(capsys, "predict", *model)
+    sources = {row["op"]: row["source"] for row in document["breakdown"]}
+    assert narrow | wide <= sources.keys()
+    assert {sources[op] for op in narrow} == {"transferred"}
+    assert {sources[op] for op in wide} <= {"measured", "interpolated", "extrapolated"}
+    assert any("no kernel was calibrated with weights in" in n for n in document["notes"])
+    for phase in ("prefill", "decode", "request"):
+        rows = [r for r in document["breakdown"] if r["phase"] == phase]
+        total = document[phase]["energy_j"]
+        assert sum(r["energy_j"] for r in rows) == pytest.approx(total, rel=1e-9)
+
+
+def test_what_a_spec_leaves_out_is_noted(capsys: Capture) -> None:
+    notes = run_json(capsys, "predict", "deepseek_v3", "--tp", "8")["notes"]
+    assert "routing limited to 4 of 8 groups of experts is taken as 8 of all 256" in notes
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "launched"),
+    [("gpt_oss_20b", "1", "openai/gpt-oss-20b"), ("deepseek_v3", "8", "deepseek-ai/DeepSeek-V3")],
+)
+def test_models_whose_layers_differ_are_explored(
+    capsys: Capture, model: str, gpus: str, launched: str
+) -> None:
+    document = run_json(capsys, "explore", model, "--gpus", gpus, "--batch", "1,32")
+    front = [c for c in document["configs"] if c["on_frontier"]]
+    assert front
+    assert {c["source"] for c in front if c["source"]} <= {"transferred", "roofline"}
+    assert main(["explore", model, "--gpus", gpus, "--batch", "1,32"]) == 0
+    assert f"launch: vllm serve {launched} " in capsys.readouterr().out
+
+
 def test_a_model_that_does_not_fit_is_infeasible_with_its_memory(capsys: Capture) -> None:
     model = ("predict", "llama3_70b", "--engine", "hf", "--batch", "64")
     assert main([*model, "--json"]) == 3

@@ -43,20 +43,69 @@ BY_HAND = [
     ("vllm_norm_rope", {"batch": 2, "new": 3, **HEADS}, 864, 288, 288),
     ("vllm_attention_prefill", {"batch": 1, "new": 2, "context": 5, **HEADS}, 1152, 224, 64),
     ("vllm_attention_decode", {"batch": 2, "new": 1, "context": 10, **HEADS}, 2560, 704, 64),
+    # Of five tokens the last three see at most two: 2 each, of four tokens in all.
+    (
+        "vllm_window_prefill",
+        {"batch": 1, "new": 3, "context": 5, "window": 2, **HEADS},
+        768,
+        224,
+        96,
+    ),
+    # The first sees itself, the others two.
+    (
+        "vllm_window_prefill",
+        {"batch": 1, "new": 3, "context": 3, "window": 2, **HEADS},
+        640,
+        192,
+        96,
+    ),
+    (
+        "vllm_window_decode",
+        {"batch": 2, "new": 1, "context": 10, "window": 4, **HEADS},
+        1024,
+        320,
+        64,
+    ),
+    (
+        "vllm_window_decode",
+        {"batch": 2, "new": 1, "context": 10, "window": 99, **HEADS},
+        2560,
+        704,
+        64,
+    ),
+    # 9 pairs of 4 heads: 5 + 3 multiply-adds each; two queries, keys and values of five tokens.
+    (
+        "vllm_latent_prefill",
+        {"batch": 1, "new": 2, "context": 5, "heads": 4, "key_dim": 5, "value_dim": 3},
+        9 * 4 * 16,
+        4 * (2 * 5 + 5 * 8),
+        4 * 2 * 3,
+    ),
+    # 10 pairs of 4 heads: 8 + 6 multiply-adds each; the vector of a token is read once for all.
+    (
+        "vllm_latent_decode",
+        {"batch": 2, "new": 1, "context": 10, "heads": 4, "latent": 6, "shared_key": 2},
+        2 * 10 * 4 * 28,
+        2 * 8 * (4 + 10),
+        2 * 4 * 6,
+    ),
+    ("vllm_latent_write", ROWS, 0, 15, 15),
+    ("vllm_bmm", {"heads": 2, "m": 3, "n": 5, "k": 7}, 420, 2 * (21 + 35), 30),
     ("vllm_sample", ROWS, 15, 15, 3),
     ("vllm_all_reduce", {"values": 1000, "workers": 4}, 0, 1000, 1000),
     ("vllm_rope", {"batch": 2, "new": 3, **HEADS}, 864, 288, 288),
     ("vllm_silu_mul", ROWS, 75, 30, 15),
     ("vllm_kv_write", {"batch": 2, "new": 3, "kv_heads": 2, "head_dim": 8}, 0, 192, 192),
     ("argmax", ROWS, 15, 15, 3),
-    # 10 pairs: 6 x width x hidden FLOPs each; weights of 4 experts, 6 tokens in, 10 rows of three
-    # hidden widths and one token width between the products, the sum out.
-    ("hf_moe", MOE, 6 * 10 * 8 * 5, 3 * 4 * 8 * 5 + 6 * 8 + 10 * 23, 10 * 23 + 6 * 8),
+    # 10 pairs of its own: 6 x width x hidden FLOPs each; weights of 4 experts, 6 tokens in, all 12
+    # pairs with three hidden widths and one token width between the products, the sum out.
+    ("hf_moe", MOE, 6 * 10 * 8 * 5, 3 * 4 * 8 * 5 + 6 * 8 + 12 * 23, 12 * 23 + 6 * 8),
     ("vllm_moe", MOE, 6 * 10 * 8 * 5, 3 * 4 * 8 * 5 + 6 * 8 + 12 * 23, 12 * 23 + 6 * 8),
     ("all_reduce", {"values": 1000, "workers": 4}, 0, 1000, 1000),
     ("all_gather", {"values": 1000, "workers": 4}, 0, 1000, 1000),
     ("reduce_scatter", {"values": 1000, "workers": 4}, 0, 1000, 1000),
     ("all_to_all", {"values": 1000, "workers": 4}, 0, 1000, 1000),
+    ("send", {"values": 1000, "workers": 2}, 0, 1000, 1000),
 ]
 
 
@@ -105,9 +154,24 @@ def test_a_context_may_be_fractional() -> None:
 )
 def test_bytes_follow_the_precision_and_flops_do_not(dtype: str, bits: float) -> None:
     op = make_op("gemm", dtype=dtype, m=1, n=64, k=32)
-    assert op.bytes_read == (32 + 32 * 64) * bits / 8
-    assert op.bytes_written == 64 * bits / 8
+    # What goes in and out of a kernel has 16 bits at least, whatever its weights are stored as.
+    assert op.bytes_read == 32 * max(bits, 16) / 8 + 32 * 64 * bits / 8
+    assert op.bytes_written == 64 * max(bits, 16) / 8
     assert op.flops == 2 * 64 * 32
+
+
+def test_only_weights_and_caches_are_narrower_than_16_bits() -> None:
+    sizes = {"batch": 2, "new": 3, "context": 9, **HEADS}
+    attention = make_op("vllm_attention_prefill", dtype="fp8", **sizes)
+    queries, cache = 2 * 3 * 4 * 8, 2 * 2 * 9 * 2 * 8
+    assert attention.bytes_read == 2 * queries + cache
+    assert attention.bytes_written == 2 * queries
+    moe = make_op("vllm_moe", dtype="mxfp4", **MOE)
+    weights = 3 * 4 * 8 * 5
+    assert moe.bytes_read == weights * 4.25 / 8 + 2 * (6 * 8 + 12 * 23)
+    # What nothing is said about is in one precision throughout.
+    add = make_op("hf_add", dtype="fp8", **ROWS)
+    assert (add.bytes_read, add.bytes_written) == (30, 15)
 
 
 def test_the_table_is_closed() -> None:

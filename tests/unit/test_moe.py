@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +16,14 @@ from energylens.errors import SpecError
 from energylens.graph import Op
 from energylens.lower import Lowered, lower, memory, parameters
 from energylens.predict import Catalogue, predict
-from energylens.results import Anchors, BoardAnchor, Infeasible, Memory, Prediction
+from energylens.results import (
+    Anchors,
+    BoardAnchor,
+    Infeasible,
+    Memory,
+    PhaseResult,
+    Prediction,
+)
 from energylens.spec.load import data_dir, load_spec
 from energylens.spec.system import Config, Mode, Parallelism, Phase, Step, Workload
 
@@ -267,6 +275,33 @@ def waiting_j(routing: str, ep: int, phase: Phase, boards: int = 2) -> float:
     )
     assert isinstance(found, Prediction)
     return found.imbalance[str(phase)].waiting_j
+
+
+@pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.DECODE])
+def test_the_slowest_board_is_the_fullest_wherever_it_is_named(phase: Phase) -> None:
+    slow = replace(anchor("slow"), gemv_gbs=3800.0, gemm_mhz=1380.0)
+    others = [replace(anchor(uuid), idle_w=120.0 + i) for i, uuid in enumerate("abc")]
+
+    def result(*boards: BoardAnchor) -> PhaseResult:
+        found = predict(
+            QWEN,
+            engine=VLLM,
+            device=H200,
+            config=Config(parallelism=Parallelism(tp=4, ep=2), routing="zipf:1.5"),
+            workload=Workload(batch=64),
+            bundles=CATALOGUE.bundles(H200, VLLM),
+            anchors=Anchors(boards=boards),
+            phases=(phase,),
+            link=CATALOGUE.link(H200, 4),
+        )
+        assert isinstance(found, Prediction)
+        return found.phases[str(phase)]
+
+    alike = result(*(anchor(uuid) for uuid in "abcd"))
+    first, last = result(slow, *others), result(*reversed(others), slow)
+    assert first.latency_s == pytest.approx(last.latency_s, rel=1e-9)
+    assert first.energy_j == pytest.approx(last.energy_j, rel=1e-9)
+    assert first.latency_s > alike.latency_s * 1.002
 
 
 @pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.DECODE])

@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from rich.console import Console, RenderableType
 
+from energylens.meter.base import DeviceInfo
 from energylens.report import (
     doctor_document,
     doctor_text,
@@ -346,14 +347,14 @@ def test_facts_are_indented_lines_and_like_records_columns(
 
 
 def test_doctor_says_per_board_what_works_and_why_not() -> None:
-    board = {"uuid": "GPU-1", "name": "NVIDIA H200", "power_limit_w": 700.0}
+    board = asdict(DeviceInfo(uuid="GPU-1", name="NVIDIA H200", power_limit_w=700.0))
     document = doctor_document(
         {
             "python": "3.11.7",
             "platform": "Linux",
             "tegra": None,
             "libraries": (("torch", False), ("pynvml", True)),
-            "nvml_error": None,
+            "meter_error": None,
             "devices": (board,),
             "visible": (),
             "capabilities": (
@@ -363,6 +364,15 @@ def test_doctor_says_per_board_what_works_and_why_not() -> None:
                     "state": "not_supported",
                     "reason": "old board",
                     "scope": None,
+                },
+            ),
+            "host": (
+                {
+                    "uuid": "0a1b2c/package-0",
+                    "sensor": "energy",
+                    "state": "supported",
+                    "reason": None,
+                    "scope": "cpu_pkg",
                 },
             ),
             "calibrate_blockers": ("no board is visible to CUDA",),
@@ -378,5 +388,6 @@ def test_doctor_says_per_board_what_works_and_why_not() -> None:
         "libraries: torch no, pynvml yes",
         "NVIDIA H200 GPU-1, power limit 700 W, hidden from CUDA",
         "  energy: not_supported (old board)",
+        "host package-0 energy: supported (cpu_pkg)",
         "to do: show the board to CUDA",
     ]

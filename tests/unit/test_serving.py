@@ -13,7 +13,8 @@ import pytest
 from energylens.cli import main
 from energylens.errors import OutOfRangeError, SpecError
 from energylens.lower import Lowered, lower
-from energylens.predict import Catalogue, Machine
+from energylens.machine import Machine, StepSums
+from energylens.predict import Catalogue
 from energylens.results import Infeasible, ServingResult
 from energylens.serving import (
     Limits,
@@ -404,8 +405,11 @@ def priced(monkeypatch: pytest.MonkeyPatch) -> StepPricer:
     assert VLLM.serving is not None
     price = pricer(VLLM.serving, context_s=3e-8)
 
-    def stand_in(self: Machine, lowered: Lowered, steps: Sequence[Step]) -> Prices:
-        return price(steps)
+    def stand_in(
+        self: Machine, sums: StepSums, stages: Sequence[Lowered], steps: Sequence[Step]
+    ) -> Prices:
+        latency, energy = price(steps)
+        return latency[:, None], energy[:, None]
 
     monkeypatch.setattr(Machine, "price", stand_in, raising=False)
     return price
@@ -426,11 +430,18 @@ def test_the_kv_cache_is_as_large_as_vllm_reports_it() -> None:
     # vLLM 0.24, Llama-3-8B, H200 (143,771 MiB), gpu_memory_utilization 0.85, 16,384 batch tokens.
     serving = replace(VLLM.serving, memory_share=0.85, batch_tokens=16384)
     engine = replace(VLLM, serving=serving)
-    found = kv_tokens(lower(LLAMA, engine, Parallelism()), H200)
+    found = kv_tokens(lower(LLAMA, engine, Parallelism()), H200, 2048)
     assert found == pytest.approx(834_448, rel=0.03)
     assert found % 16 == 0
-    two = kv_tokens(lower(LLAMA, engine, Parallelism(tp=2)), H200)
+    two = kv_tokens(lower(LLAMA, engine, Parallelism(tp=2)), H200, 1)
     assert two > 2 * found
+
+
+def test_layers_with_a_window_leave_room_for_more_tokens_of_long_requests() -> None:
+    found = lower(CATALOGUE.spec("gpt_oss_20b"), VLLM, Parallelism())
+    within, long = (kv_tokens(found, H200, n) for n in (128, 1280))
+    # Twelve layers keep all tokens, and twelve a tenth of them.
+    assert long / within == pytest.approx(2 / 1.1, rel=1e-3)
 
 
 def test_a_result_holds_what_the_simulation_of_its_replica_does(priced: StepPricer) -> None:

@@ -189,6 +189,19 @@ def test_unreadable_bytes_are_an_error_with_the_path(tmp_path: Path) -> None:
         ("m: 8,", "1: 8,", "ranks: found the key 1; allowed: text"),
         ("repeat: 2", "repeats: 2", "blocks[0]: unknown key 'repeats' (did you mean repeat?)"),
         ("repeat: 2", "repeat: two", "blocks[0].repeat: found 'two'"),
+        ("repeat: 2", "window: 0", "blocks[0].window: found 0; allowed: a whole number of at"),
+        (
+            'Wnorm[m]"',
+            'Wnorm[m]", weights: fp8',
+            "cascade[0].weights: weights of rmsnorm are stored as activations are; remove it",
+        ),
+        ('h[b,s,f]"}\n', 'h[b,s,f]", weights: fp9}\n', "cascade[1].weights: found 'fp9'; allowed"),
+        (
+            'y[b,s,m]"}\n',
+            'y[b,s,m]"}\n      - {name: x, einsum: "h[b,s,f] -> z[b,s]", weights: fp8}\n',
+            "cascade[4].weights: this entry reads no weight; remove it",
+        ),
+        ("source: invented", "source: x\nnotes: [1]", "notes[0]: found 1; allowed: text"),
         ("name: up,", "name: gate,", "blocks[0].cascade: two entries have the name 'gate'"),
         (
             "op: rmsnorm,",
@@ -333,6 +346,9 @@ def test_two_blocks_cannot_share_a_name() -> None:
         ("NVIDIA RTX A6000", "a6000"),
         ("rtx-a6000", "a6000"),
         ("Jetson Orin Nano", "jetson_orin_nano"),
+        ("Jetson Orin Nano@15W", "jetson_orin_nano"),
+        ("jetson_orin_nano@maxn_super", "jetson_orin_nano@MAXN_SUPER"),
+        ("NVIDIA Jetson Orin Nano Developer Kit@25W", "jetson_orin_nano@25W"),
         ("specs/devices/h200.yaml", "h200"),
     ],
 )
@@ -365,6 +381,43 @@ def test_a_wrong_device_file_is_named(tmp_path: Path, old: str, new: str, expect
     with pytest.raises(SpecError) as caught:
         load_device(str(path))
     assert f"{path}: {expected}" in str(caught.value)
+
+
+MODES = """\
+power_mode: 15w
+modes:
+  30W: {clock_max_hz: 3.0e9, memory_bandwidth_bytes_s: 1.5e12, power_limit_w: 45}
+"""
+
+
+def test_a_device_in_another_power_mode_has_its_own_name_and_figures(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(DEVICE + MODES)
+    device, faster = load_device(str(path)), load_device(f"{path}@30w")
+    assert (device.name, device.power_mode) == ("mine", "15W")
+    assert load_device(f"{path}@15W") == device
+    assert (faster.name, faster.power_mode, faster.clock_max_hz) == ("mine@30W", "30W", 3e9)
+    assert faster.peak_flops == {"bf16": 2e14}  # goes with the clock
+    assert (faster.memory_bandwidth_bytes_s, faster.power_limit_w) == (1.5e12, 45)
+    assert (faster.memory_bytes, faster.idle_w) == (device.memory_bytes, device.idle_w)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "expected"),
+    [
+        (DEVICE + MODES, "@7W", "no figures for power mode '7W'; known: 15W, 30W"),
+        (DEVICE, "@7W", "no figures for power mode '7W'; known: none"),
+        (DEVICE + MODES.replace("power_mode: 15w\n", ""), "", "key 'power_mode' is missing"),
+        (DEVICE + MODES.replace("3.0e9", "-1"), "", "modes.30W.clock_max_hz: found -1"),
+        (DEVICE + MODES.replace(", power_limit_w: 45", ""), "", "key 'power_limit_w' is missing"),
+    ],
+)
+def test_a_wrong_power_mode_is_named(tmp_path: Path, text: str, name: str, expected: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(SpecError) as caught:
+        load_device(f"{path}{name}")
+    assert expected in str(caught.value)
 
 
 @pytest.mark.parametrize(

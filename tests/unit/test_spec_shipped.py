@@ -25,9 +25,15 @@ ENTRIES = [
 ]
 # fmt: on
 
+MIXED = ("gpt_oss_20b", "deepseek_v3")
+"""Models whose layers differ, or have another attention."""
+
 
 def parameters(spec: Spec) -> int:
-    """Weights and biases by the ranks alone; a tied weight is stored where it is first used."""
+    """Weights and biases by the ranks alone; a tied weight is stored where it is first used.
+
+    Experts that are summed have a bias each.
+    """
     total = 0
     for block in spec.blocks:
         for entry in block.cascade:
@@ -35,7 +41,8 @@ def parameters(spec: Spec) -> int:
                 weights = (a.ranks for a in entry.accesses if a.is_weight)
                 total += block.repeat * sum(math.prod(spec.ranks[r] for r in w) for w in weights)
             if entry.bias and entry.einsum is not None:
-                bias = (r for r in entry.einsum.output.ranks if r not in STEP_RANKS)
+                bias = [r for r in entry.einsum.output.ranks if r not in STEP_RANKS]
+                bias += ["e"] if "e" in entry.einsum.reduced else []
                 total += block.repeat * math.prod(spec.ranks[r] for r in bias)
     return total
 
@@ -49,6 +56,10 @@ def parameters(spec: Spec) -> int:
         ("qwen2_5_7b", 7_615_616_512),
         ("qwen3_32b", 32_762_123_264),
         ("qwen3_moe", 30_532_122_624),
+        ("qwen3_235b", 235_093_634_560),
+        ("llama3_1_405b", 405_853_388_800),
+        ("gpt_oss_20b", 20_914_757_184),  # the model card says 20.9 B
+        ("deepseek_v3", 671_026_419_200),  # README_WEIGHTS.md says 671 B without the MTP module
     ],
 )
 def test_the_ranks_of_a_model_add_up_to_its_published_parameters(name: str, published: int) -> None:
@@ -56,8 +67,34 @@ def test_the_ranks_of_a_model_add_up_to_its_published_parameters(name: str, publ
 
 
 @pytest.mark.parametrize(
+    ("name", "published"), [("gpt_oss_20b", 3.61e9), ("deepseek_v3", 36.6e9), ("qwen3_235b", 22e9)]
+)
+def test_as_many_parameters_work_on_a_token_as_published(name: str, published: float) -> None:
+    # The published counts leave the embedding out, and the ones of gpt-oss hold the head.
+    spec = load_spec(name)
+    assert spec.moe is not None
+    idle = 1 - spec.moe["topk"] / spec.ranks["e"]
+    experts = sum(
+        block.repeat * math.prod(spec.ranks[r] for r in access.ranks)
+        for block in spec.blocks
+        for entry in block.cascade
+        for access in entry.accesses
+        if access.is_weight and {"e", "m"} < set(access.ranks)
+    )
+    embedding = spec.ranks["v"] * spec.ranks["m"]
+    active = parameters(spec) - idle * experts - embedding
+    assert active == pytest.approx(published, rel=0.04)
+
+
+@pytest.mark.parametrize(
     ("name", "bytes_per_token"),
-    [("llama3_8b", 131_072), ("qwen3_32b", 262_144), ("llama3_70b", 327_680)],
+    [
+        ("llama3_8b", 131_072),
+        ("qwen3_32b", 262_144),
+        ("llama3_70b", 327_680),
+        ("gpt_oss_20b", 49_152),  # of which half within the window
+        ("deepseek_v3", 70_272),  # 61 layers of 512 + 64 values
+    ],
 )
 def test_the_cache_grows_by_the_kv_heads_only(name: str, bytes_per_token: int) -> None:
     spec = load_spec(name)
@@ -78,7 +115,7 @@ def test_qwen3_32b_takes_the_head_size_of_its_config() -> None:
     assert count_einsum(q.einsum, sizes).weight_values == 41_943_040
 
 
-@pytest.mark.parametrize("name", list_resources("specs"))
+@pytest.mark.parametrize("name", [n for n in list_resources("specs") if n not in MIXED])
 def test_every_model_has_the_blocks_and_entries_that_lowering_knows(name: str) -> None:
     spec = load_spec(name)
     assert [b.name for b in spec.blocks] == ["embedding", "layer", "head"]
@@ -94,6 +131,33 @@ def test_every_model_has_the_blocks_and_entries_that_lowering_knows(name: str) -
     experts = {"ep": ("e",)} if spec.moe else {}
     assert dict(spec.parallelism) == {"tp": ("g", "r", "f", "v")} | experts
     assert [f.kernel for f in spec.fusion] == ["flash_attention"]
+
+
+def test_every_other_layer_of_gpt_oss_sees_a_window_and_is_the_same_else() -> None:
+    spec = load_spec("gpt_oss_20b")
+    _, windowed, full, _ = spec.blocks
+    assert (windowed.repeat, windowed.window) == (12, 128)
+    assert (full.repeat, full.window) == (12, None)
+    assert windowed.cascade == full.cascade
+    assert spec.precision.weights == "mxfp4"
+    weighted = [e for e in full.cascade if e.einsum and any(a.is_weight for a in e.accesses)]
+    experts = {e.name for e in weighted if spec.stored(e) == "mxfp4"}
+    assert experts == {"gate", "up", "down"}
+    assert {e.name for e in full.cascade if e.bias} == experts | {"q", "k", "v", "o", "router"}
+
+
+def test_the_first_layers_of_deepseek_have_no_experts_and_the_others_one_for_all() -> None:
+    spec = load_spec("deepseek_v3")
+    _, dense, sparse, _ = spec.blocks
+    assert (dense.repeat, sparse.repeat) == (3, 58)
+    attention = [e for e in dense.cascade if e in sparse.cascade]
+    assert [e.name for e in attention][-2:] == ["mlp_norm", "mlp_residual"]
+    shared = [e for e in sparse.cascade if e.name.startswith("shared")]
+    assert len(attention) + len(shared) + 6 == len(sparse.cascade)
+    narrow = {e.name for b in spec.blocks for e in b.cascade if spec.stored(e) == "fp8_block"}
+    assert {"router", "embed", "lm_head", "attn_norm"} & narrow == set()
+    assert {"q_a", "k_lift", "o", "gate", "shared_down"} < narrow
+    assert len(spec.notes) == 2
 
 
 def test_every_kernel_of_an_engine_can_be_costed() -> None:
@@ -123,6 +187,10 @@ def test_the_peak_of_each_board_follows_from_its_clock_and_units() -> None:
         2 * 1024 * orin.sm_count * orin.clock_max_hz, rel=0.03
     )
     assert orin.unified_memory
+    # 40 sparse INT8 TOPS at 625 MHz and 67 at 1020 MHz are the same units.
+    assert load_device("jetson_orin_nano@MAXN_SUPER").peak_flops["int8"] == pytest.approx(
+        67e12 / 2, rel=0.03
+    )
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 4, 8])

@@ -80,6 +80,14 @@ FLAGS = {
         "--json",
     },
     "profile": {
+        "--torch-profile",
+        "--torch_profile",
+        "--kernel-profile",
+        "--kernel_profile",
+        "--throttle-check",
+        "--throttle_check",
+        "--trace-dir",
+        "--trace_dir",
         "--model",
         "--ttft",
         "--tpot",
@@ -189,21 +197,6 @@ FLAGS = {
         "--json",
     },
 }
-
-FLAGS["profile"] = {
-    spelling
-    for flag in (
-        *("--ttft", "--tpot", "--ttlt", "--size", "--energy", "--energy-monitor", "--batch"),
-        *("--batch-size", "--prompt-len", "--gen-len", "--context-len", "--repeats", "--engine"),
-        *("--cache-graph", "--ngpus", "--replicas", "--tp", "--ep", "--pp", "--device-map"),
-        *("--reduce-strategy", "--dtype", "--attn", "--random-weights", "--prompt-file", "--seed"),
-        *("--spec", "--anchor", "--measure-anchor", "--power-timeline", "--sample-interval"),
-        *("--torch-profile", "--kernel-profile", "--throttle-check", "--trace-dir", "--plugin"),
-        *("--model", "--model-name", "--iterations", "--log-level", "--json", "--csv", "--out"),
-    )
-    # ELANA's spelling beside ours; of the options that it has not, only ours.
-    for spelling in {flag, "--" + flag[2:].replace("-", "_")}
-} - {"--context_len", "--measure_anchor"} | {"-o"}
 
 COLUMNS = "record_id,device,engine,spec,phase,mode,batch,prompt_len,latency_s,energy_j,tp"
 ROWS = (

@@ -19,7 +19,7 @@ from helpers_nvml import COUNTER, INSTANT, PLAIN, Clock, FakeBoard, FakeNvml, St
 from energylens.measured import MemoryProfile, profile_to_json
 from energylens.profiler.metrics import WorkerWindow
 from energylens.profiler.options import ProfileRequest
-from energylens.profiler.session import MetricInput, nvml_meter
+from energylens.profiler.session import MetricInput, machine_meter
 from energylens.profiler.steps import Limits, run_window
 from energylens.report import profile_csv
 from energylens.spec.system import Parallelism
@@ -207,7 +207,7 @@ def test_b34_b37_the_boards_of_the_run_are_metered_whatever_their_order(
     )
     # The factory of real runs finds the same boards by UUID, with or without prefix and case.
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(*boards, clock=Clock()))
-    _, infos = nvml_meter([u.removeprefix("GPU-").upper() for u in used])
+    _, infos = machine_meter([u.removeprefix("GPU-").upper() for u in used])
     assert [i.uuid for i in infos] == used
 
 

@@ -10,7 +10,6 @@ import logging
 import math
 import os
 import platform
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -21,7 +20,6 @@ from typing import Any, Protocol
 from energylens import __version__
 from energylens.anchors import load_anchors
 from energylens.errors import MeterError, SpecError
-from energylens.files import write_atomically
 from energylens.measured import MemoryProfile, PhaseProfile, Profile, ThrottleCheck
 from energylens.meter.base import (
     AbstractMeter,
@@ -45,8 +43,8 @@ from energylens.profiler.roofline import Yardstick
 from energylens.profiler.steps import Limits, Stepper, Team, run_window
 from energylens.profiler.throttle import throttle_check
 from energylens.profiler.timeline import write_timeline
-from energylens.profiler.trace import annotate, kernel_csv
-from energylens.profiler.tracing import kernels, trace_file
+from energylens.profiler.trace import annotate
+from energylens.profiler.tracing import profiled_pass, trace_file
 from energylens.results import Anchors, KernelRow
 from energylens.spec.load import load_device
 from energylens.spec.model import Spec
@@ -286,36 +284,17 @@ class Session:
             self._trace()
 
     def _trace(self) -> None:
-        """The profiled pass; the traces are kept with the meter's samples in them, or thrown away.
-
-        Each worker writes its own files; worker 0 adds the samples, since it has them.
-        """
-        request, worker = self.request, self.team.worker
-        with ExitStack() as stack:
-            folder = Path(request.trace_dir)
-            traces = folder
-            if not request.torch_profile:
-                traces = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            for phase in request.phases:
-                self.progress.start(f"{phase}, kernels")
-                self.team.gather(None)
-                self.engine.trace(phase, trace_file(traces, phase, worker))
-            self._kernels = kernels(traces, request.phases, worker)
-            if request.kernel_profile:
-                table = folder / f"kernels-worker{worker}.csv"
-                write_atomically(table, kernel_csv(self._kernels))
-            self.team.gather(None)
-            if request.torch_profile and self._recorder is not None:
-                self._annotate(traces)
-
-    def _annotate(self, folder: Path) -> None:
-        assert self._recorder is not None  # only called where there is one
-        unix_offset_s = time.time() - self._recorder.now()
-        for phase in self.request.phases:
-            for info, worker in zip(self._infos, self._owners, strict=False):
-                path = trace_file(folder, phase, worker)
-                samples = {worker: self._recorder.series(info.uuid)}  # CUDA's ordinal: workers'
-                annotate(path, samples, path, unix_offset_s=unix_offset_s)
+        """The profiled pass; worker 0, which has the meter, adds its samples to kept traces."""
+        with profiled_pass(self.request, self.engine.trace, self.team, self.progress.start) as done:
+            self._kernels, traces = done
+            if self._recorder is not None and self.request.torch_profile:
+                series = [self._recorder.series(info.uuid) for info in self._infos]
+                offset_s = time.time() - self._recorder.now()
+                for phase in self.request.phases:
+                    for worker, samples in zip(self._owners, series, strict=False):
+                        path = trace_file(traces, phase, worker)
+                        # CUDA numbers the boards as the workers are numbered.
+                        annotate(path, {worker: samples}, path, unix_offset_s=offset_s)
 
     def _phase(self, phase: str) -> None:
         self.progress.start(phase)

@@ -6,12 +6,15 @@ it enters the figures; what it gives is whose kernels the device's time belongs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from energylens.profiler.steps import Stepper
-from energylens.profiler.trace import MARK, kernel_table
+from energylens.files import write_atomically
+from energylens.profiler.options import ProfileRequest
+from energylens.profiler.steps import Stepper, Team
+from energylens.profiler.trace import MARK, kernel_csv, kernel_table
 from energylens.results import KernelRow
 
 STEPS = {"prefill": 3, "decode": 10, "request": 1}
@@ -56,7 +59,38 @@ def record(
     run.export_chrome_trace(str(path))
 
 
-def kernels(folder: Path, phases: Sequence[str], worker: int) -> tuple[KernelRow, ...]:
-    """Kernels of a worker's traces; none where nothing ran on a GPU."""
-    tables = (kernel_table(trace_file(folder, p, worker), phase=p) for p in phases)
-    return tuple(row for table in tables for row in table)
+@contextmanager
+def profiled_pass(
+    request: ProfileRequest,
+    trace: Callable[[str, Path], None],
+    team: Team,
+    begins: Callable[[str], None],
+) -> Iterator[tuple[tuple[KernelRow, ...], Path]]:
+    """Trace every phase on every worker; the kernels of this one, and the folder of all traces.
+
+    Traces that are not asked for are thrown away at the end.
+
+    Args:
+        request: the run.
+        trace: writes the trace of a phase to a file.
+        team: all workers; every one calls this.
+        begins: is told which phase begins.
+    """
+    folder = Path(request.trace_dir)
+    with ExitStack() as stack:
+        traces = folder
+        if not request.torch_profile:
+            traces = Path(stack.enter_context(TemporaryDirectory()))
+        for phase in request.phases:
+            begins(f"{phase}, kernels")
+            team.gather(None)
+            trace(phase, trace_file(traces, phase, team.worker))
+        rows = tuple(
+            row
+            for phase in request.phases
+            for row in kernel_table(trace_file(traces, phase, team.worker), phase=phase)
+        )
+        if request.kernel_profile:
+            write_atomically(folder / f"kernels-worker{team.worker}.csv", kernel_csv(rows))
+        team.gather(None)
+        yield rows, traces

@@ -145,12 +145,15 @@ def distance(captured: Any, eager: Any) -> float:
 
     Workers must come to the same decision, whatever their own parts of a model say.
     """
+    import torch
     import torch.distributed as dist
 
-    found = (captured.float() - eager.float()).norm() / eager.float().norm()
-    if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return float(found)
+    found = float((captured.float() - eager.float()).norm() / eager.float().norm())
+    if not (dist.is_available() and dist.is_initialized()):
+        return found
+    largest = torch.tensor(found, device=eager.device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)
 
 
 def newest_entries(cache: Any, layer: int, count: int) -> Any:

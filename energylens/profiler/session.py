@@ -238,6 +238,7 @@ class Session:
         self._trust: dict[str, Any] = {}
         self._found: dict[str, Any] = {}
         self._kernels: tuple[KernelRow, ...] = ()
+        self._notes: list[str] = []
         self._missing: list[str] = list(self.request.phases)
         self._interrupted = False
 
@@ -287,6 +288,8 @@ class Session:
         """The profiled pass; worker 0, which has the meter, adds its samples to kept traces."""
         with profiled_pass(self.request, self.engine.trace, self.team, self.progress.start) as done:
             self._kernels, traces = done
+            if not self._kernels:
+                self._notes.append("the profiled pass saw no kernels of a GPU: no breakdown")
             if self._recorder is not None and self.request.torch_profile:
                 series = [self._recorder.series(info.uuid) for info in self._infos]
                 offset_s = time.time() - self._recorder.now()
@@ -376,6 +379,8 @@ class Session:
                 self.progress.note(note)
             return
         self._energy_reason = "; ".join(dict.fromkeys(reasons)) or "no meter was asked for"
+        if self.request.throttle_check:
+            self._notes.append("--throttle-check: no meter, so nothing is known of the boards")
 
     # -- the profile
 
@@ -507,7 +512,7 @@ class Session:
                 for phase, windows in self._windows.items()
             },
             **self.engine.facts(),
-            "notes": list(self.engine.notes),
+            "notes": [*self.engine.notes, *self._notes],
         }
 
     def _meter_facts(self, phases: Mapping[str, PhaseProfile]) -> dict[str, Any]:

@@ -192,7 +192,10 @@ def test_the_profiled_pass_writes_a_trace_a_phase(folder: Path, tmp_path: Path) 
         "kernels-worker0.csv",
         "prefill-worker0.json.gz",
     ]
-    assert document["breakdown"] is None  # no kernel ran on a GPU
+    assert document["breakdown"] is None
+    assert document["environment"]["notes"] == [
+        "the profiled pass saw no kernels of a GPU: no breakdown"
+    ]
     header = (out / "kernels-worker0.csv").read_text(encoding="utf-8")
     assert header == "phase,kind,op,count,latency_s,share\n"
 

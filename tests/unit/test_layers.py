@@ -35,7 +35,7 @@ INTERNAL: dict[str, set[str]] = {
     "predict": {"spec", "graph", "lower", "cost", "schedule", "pipeline", "machine", "results"},
     "explore": {"spec", "lower", "cost", "schedule", "machine", "predict", "results"},
     "serving": {"spec", "lower", "cost", "machine", "predict", "results"},
-    "truth": {"spec", "results", "anchors"},
+    "truth": {"spec", "results", "anchors", "measured"},
     "validate": {"results"},
     "api": {
         "spec",

@@ -222,8 +222,20 @@ def test_missing_energy_exits_with_4_and_says_why(capsys: Capture, tmp_path: Pat
     assert main(list(arguments)) == 4
     out, err = capsys.readouterr()
     assert "decode energy: not in the new run: no permission" in out
-    assert err == ("energylens: incomplete: the new run does not show all that the baseline does\n")
+    assert err == (
+        "energylens: incomplete: no verdict on all that the baseline holds; its reasons are above\n"
+    )
     assert main(list(against(tmp_path, new, {"decode": phase()}))) == 0
+
+
+def test_a_baseline_that_is_not_valid_is_not_blamed_on_the_new_run(
+    capsys: Capture, tmp_path: Path
+) -> None:
+    throttled = {"decode": phase(valid=False, flags=["throttled"])}
+    assert main(list(against(tmp_path, throttled, {"decode": phase()}))) == 4
+    out, err = capsys.readouterr()
+    assert "decode latency: baseline not valid as measured: throttled" in out
+    assert "new run" not in out + err
 
 
 @pytest.mark.parametrize(

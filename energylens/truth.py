@@ -240,7 +240,7 @@ def _of_profile(path: Path) -> Iterator[tuple[_Cells, Measurement]]:
 
 def _document(path: Path) -> Mapping[str, Any]:
     try:
-        run = json.loads(path.read_text(encoding="utf-8"))
+        run = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise SpecError(f"{path}: cannot be read ({error.strerror}); expected a profile") from None
     except (ValueError, RecursionError) as error:

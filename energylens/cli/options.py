@@ -133,7 +133,7 @@ def check_anchors(anchors: Anchors | None, device: str) -> None:
     for board in anchors.boards if anchors else ():
         if board.device != device:
             raise SpecError(
-                f"--anchor: board {board.board_uuid} is of {board.device}, but --device is "
+                f"--anchor: board {board.board_uuid} is of {board.device}, but the device is "
                 f"{device}; give anchors of that device"
             )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +17,7 @@ from energylens.cli.options import (
     Bundles,
     Json,
     Without,
+    check_anchors,
     load_anchors,
     parse_laws,
     split_list,
@@ -23,6 +26,7 @@ from energylens.cli.output import EXIT_INFEASIBLE, EXIT_INVALID, check_output, f
 from energylens.errors import SpecError
 
 if TYPE_CHECKING:
+    from energylens.predict import Catalogue
     from energylens.results import Anchors, Measurement
 
 
@@ -91,7 +95,9 @@ def validate(
     if plot is not None:
         figure()
     catalogue, laws = Catalogue(bundle_files=tuple(bundle or ())), parse_laws(without)
-    anchors = load_anchors(anchor)
+    measurements, anchors = read_measurements(truth), load_anchors(anchor)
+    for device in _known_devices(measurements, catalogue):
+        check_anchors(anchors, device)
 
     def predicting(laws: frozenset[str]) -> Predict:
         return lambda m, anchors: predict_measurement(
@@ -99,7 +105,7 @@ def validate(
         )
 
     result = validate(
-        [_with_anchors(m, anchors) for m in read_measurements(truth)],
+        [_with_anchors(m, anchors) for m in measurements],
         predicting(laws),
         predict_kernels=predicting(laws | LAWS_OFF),
         by=split_list(by),
@@ -134,6 +140,13 @@ def _against_baseline(
     if found.incomplete:
         what = "no verdict on all that the baseline holds; its reasons are above"
         raise typer.Exit(fail("incomplete", what, EXIT_INVALID))
+
+
+def _known_devices(measurements: Iterable[Measurement], catalogue: Catalogue) -> Iterator[str]:
+    """Devices of the rows; those of an unknown one are told with their reason instead."""
+    for name in dict.fromkeys(m.device for m in measurements):
+        with suppress(SpecError):
+            yield catalogue.device(name).name
 
 
 def _with_anchors(measurement: Measurement, given: Anchors | None) -> Measurement:

@@ -60,6 +60,13 @@ def test_every_measured_phase_is_a_row(tmp_path: Path) -> None:
     assert (decode.labels["sm_clock_mhz"], decode.labels["ticks"]) == ("1980.0", "40")
 
 
+def test_a_byte_order_mark_is_no_part_of_the_document(tmp_path: Path) -> None:
+    path = write(tmp_path / "run.json", run(decode=phase()))
+    plain = read_measurements([path])
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert read_measurements([path]) == plain
+
+
 def test_a_decode_step_without_a_context_of_its_own_has_the_workloads(tmp_path: Path) -> None:
     (m,) = read(tmp_path, decode=phase())
     assert m.context_len == 1088

@@ -24,8 +24,9 @@ from energylens.results import Frontier, Prediction
 from energylens.spec.system import Config, Workload
 
 COMMAND = ("explore", "llama3_70b", "--gpus", "8", "--prompt-len", "2048", "--gen-len", "512")
-SEARCHES = {  # name -> spec, prompt, generated, largest batch, degrees of tp
-    "10,000 of llama3_70b": ("llama3_70b", 128, 128, 2500, (1, 2, 4, 8)),
+SEARCHES = {  # name -> spec, prompt, generated, largest batch, degrees of pp
+    "10,000 of llama3_70b": ("llama3_70b", 128, 128, 667, None),
+    "10,000 of llama3_70b, pp 1": ("llama3_70b", 128, 128, 2500, (1,)),
     "llama3_70b, all layouts": ("llama3_70b", 2048, 512, 256, None),
     "llama3_8b, odd lengths": ("llama3_8b", 300, 2000, 1000, None),
     "qwen3_moe, all layouts": ("qwen3_moe", 2048, 512, 256, None),
@@ -36,7 +37,7 @@ GPUS = 8
 
 def search(name: str, sample: int) -> None:
     """Run one search twice and print what the second took."""
-    spec, prompt_len, gen_len, most, tp = SEARCHES[name]
+    spec, prompt_len, gen_len, most, pp = SEARCHES[name]
     catalogue = Catalogue()
     engine, device = catalogue.engine("vllm"), catalogue.device("h200")
     model, bundles = catalogue.spec(spec), catalogue.bundles(device, engine)
@@ -51,7 +52,7 @@ def search(name: str, sample: int) -> None:
             gpus=GPUS,
             prompt_len=prompt_len,
             gen_len=gen_len,
-            space=SearchSpace(batches=range(1, most + 1), tp=tp),
+            space=SearchSpace(batches=range(1, most + 1), pp=pp),
             bundles=bundles,
             link=link,
             exact=exact,
@@ -71,7 +72,7 @@ def search(name: str, sample: int) -> None:
             model,
             engine=engine,
             device=device,
-            config=Config(parallelism=c.parallelism),
+            config=Config(parallelism=c.parallelism, microbatches=min(c.parallelism.pp, c.batch)),
             workload=Workload(batch=c.batch, prompt_len=prompt_len, gen_len=gen_len),
             bundles=bundles,
             link=link,

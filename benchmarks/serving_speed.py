@@ -18,7 +18,8 @@ import numpy as np
 
 from energylens.cost.bundle import select
 from energylens.lower import lower
-from energylens.predict import Catalogue, machine
+from energylens.machine import StepSums, machine
+from energylens.predict import Catalogue
 from energylens.results import Infeasible
 from energylens.serving import (
     PriceTable,
@@ -117,13 +118,13 @@ def accuracy(name: str, tp: int) -> None:
     priced = machine(
         device, workers=tp, bundle=bundle, anchors=None, link=catalogue.link(device, tp)
     )
-    spent = [0.0]
+    sums, spent = StepSums(priced.model), [0.0]
 
     def price(steps: Sequence[Step]) -> tuple[np.ndarray, np.ndarray]:
         start = time.perf_counter()
-        prices = priced.price(lowered, steps)
+        latency, energy = priced.price(sums, (lowered,), steps)
         spent[0] += time.perf_counter() - start
-        return prices
+        return latency[:, 0], energy[:, 0]
 
     def step(case: Case) -> Step:
         batch, context, chunks = case

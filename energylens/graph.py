@@ -145,27 +145,25 @@ _SILU_MUL = KernelType(
 )
 
 
-def _moe(between: Callable[[Shape], float]) -> KernelType:
-    """Experts of one worker, from the router's logits on, with ``between`` rows in the buffers.
+def _between_experts(s: Shape) -> float:
+    """Values between the products of experts, whose buffers hold the pairs of all workers."""
+    return s["tokens"] * s["topk"] * (3 * s["hidden"] + s["width"])
 
-    ``rows`` are the (token, expert) pairs among the ``experts`` that it holds, of which ``active``
-    have any and the fullest has ``largest``.
-    """
-    return KernelType(
-        kind=Kind.MOE,
-        dims=("tokens", "topk", "experts", "rows", "active", "largest", "width", "hidden"),
-        # Gate, up and down for each (token, expert) pair.
-        flops=lambda s: 6 * s["rows"] * s["width"] * s["hidden"],
-        # Weights of the experts that any token chose; what lies between the products; the sum.
-        read=lambda s: (
-            3 * s["active"] * s["width"] * s["hidden"]
-            + s["tokens"] * s["width"]
-            + between(s) * (3 * s["hidden"] + s["width"])
-        ),
-        write=lambda s: between(s) * (3 * s["hidden"] + s["width"]) + s["tokens"] * s["width"],
-        stored=lambda s: 3 * s["active"] * s["width"] * s["hidden"],
-    )
 
+_MOE = KernelType(
+    # Experts of one worker, from the router's logits on. ``rows`` are the (token, expert) pairs
+    # among the ``experts`` that it holds, of which ``active`` have any and the fullest ``largest``.
+    kind=Kind.MOE,
+    dims=("tokens", "topk", "experts", "rows", "active", "largest", "width", "hidden"),
+    # Gate, up and down for each (token, expert) pair.
+    flops=lambda s: 6 * s["rows"] * s["width"] * s["hidden"],
+    # Weights of the experts that any token chose; what lies between the products; the sum.
+    read=lambda s: (
+        3 * s["active"] * s["width"] * s["hidden"] + s["tokens"] * s["width"] + _between_experts(s)
+    ),
+    write=lambda s: _between_experts(s) + s["tokens"] * s["width"],
+    stored=lambda s: 3 * s["active"] * s["width"] * s["hidden"],
+)
 
 _SAMPLING = KernelType(
     kind=Kind.SAMPLING,
@@ -304,15 +302,17 @@ KERNELS: Mapping[str, KernelType] = MappingProxyType(
         "argmax": _SAMPLING,
         "vllm_sample": _SAMPLING,
         # The whole block of transformers, router included; vLLM's top-k and fused experts.
-        "hf_moe": _moe(lambda s: s["rows"]),
-        # Activation, sum and zeros run over the pairs of other workers' experts too.
-        "vllm_moe": _moe(lambda s: s["tokens"] * s["topk"]),
+        # Both run what lies between the products over the pairs of other workers' experts too.
+        "hf_moe": _MOE,
+        "vllm_moe": _MOE,
         # ``values`` = values of the result on each worker (of the input, for a reduce-scatter).
         "all_reduce": _COLLECTIVE,
         "all_gather": _COLLECTIVE,
         "reduce_scatter": _COLLECTIVE,
         "all_to_all": _COLLECTIVE,
         "vllm_all_reduce": _COLLECTIVE,
+        # From a worker of one pipeline stage to one of the next: two workers, all values one way.
+        "send": _COLLECTIVE,
     }
 )
 """Every kernel that can be costed.

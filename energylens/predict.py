@@ -14,38 +14,23 @@ from typing import TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from energylens.cost.board import Board, Spread, board, typical_boards
-from energylens.cost.bundle import Bundle, HostLaw, Laws, load_bundle, select
-from energylens.cost.features import prior, step_shape
-from energylens.cost.model import CostModelSet
-from energylens.errors import CalibrationError, EnergyLensError, SpecError
+from energylens.cost.bundle import Bundle, load_bundle, select
+from energylens.cost.features import prior
+from energylens.errors import CalibrationError, EnergyLensError, OutOfRangeError, SpecError
 from energylens.graph import Op
-from energylens.lower import Lowered, lower, memory
+from energylens.lower import Experts, Lowered, fullest, lower_stages
+from energylens.machine import Machine, machine
 from energylens.results import (
     Anchors,
     BreakdownRow,
-    Cost,
-    HostAnchor,
     Imbalance,
     Infeasible,
     Interval,
     Measurement,
     PhaseResult,
     Prediction,
-    Source,
 )
-from energylens.schedule import (
-    LEVEL,
-    LOWEST_CLOCK,
-    Constants,
-    Host,
-    Spreads,
-    StepResult,
-    Worker,
-    kernel_result,
-    step,
-    totals,
-)
+from energylens.schedule import LEVEL, LOWEST_CLOCK, StepResult, pipelined
 from energylens.spec.load import (
     data_dir,
     list_resources,
@@ -73,225 +58,6 @@ Array = NDArray[np.float64]
 
 # Decode steps that stand for all of a request's: cost is nearly linear in the context.
 _REQUEST_NODES = 4
-
-# Between boards nobody has measured of a device nobody has calibrated: streaming power of four
-# H200s spread by 7 %.
-_UNKNOWN_SPREAD = Spread(memory_power=0.08, compute_power=0.06, memory_time=0.02, idle_w=6.0)
-# Left over between a board and its anchor: repeatability of the anchor itself, and that one stream
-# does not stand for every kernel (DESIGN law 8: 2.4 % in power, 1.4 % in time over pairs of
-# hosts).
-_ANCHORED_SPREAD = Spread(memory_power=0.02, compute_power=0.015, memory_time=0.01, idle_w=1.0)
-# Real weights and activations against the random ones of a calibration: up to 2.5 % in power and
-# 1.5 % in speed (DESIGN law 9), taken as two standard deviations.
-_DATA_LATENCY_SD, _DATA_ENERGY_SD = 0.0075, 0.0125
-# Whole steps against the layer replays that the laws were fitted on: three capped prefills of a
-# whole model on two hosts were 1.7 % off (benchmarks/hf_reference.py), the replays 1.2 %.
-_WHOLE_STEP_SD = 0.012
-# Of hosts that nobody has measured: a launch, and a step of an engine that serves.
-_UNKNOWN_LAUNCH_S, _UNKNOWN_STEP_S = 20e-6, 2e-3
-_UNKNOWN_HOST_REL_SE, _OTHER_HOST_REL_SE, _ANCHORED_HOST_REL_SE = 0.6, 0.35, 0.15
-_OTHER_WORKERS_HOST_REL_SE = 0.15
-# What a board holds under a power limit: as measured, and how far that may be off for each part
-# that another limit differs by, since nothing was measured there.
-_CAP_REL_SE, _OTHER_LIMIT_REL_SE = 0.01, 0.2
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Machine:
-    """Everything that prices a step: cost model, laws, boards and host of one configuration.
-
-    ``limit_change`` is by how much of the power limit of the calibration the given one differs.
-    """
-
-    device: Device
-    model: CostModelSet
-    laws: Laws
-    boards: tuple[Board, ...]
-    spread: Spread
-    cap_w: float
-    limit_change: float
-    host: HostLaw | None
-    host_anchor: HostAnchor | None
-
-    def step(
-        self,
-        ops: Sequence[Op],
-        mode: Mode,
-        without: frozenset[str],
-        *,
-        others: Sequence[Sequence[Op]] = (),
-        lone: bool = False,
-    ) -> StepResult:
-        """Price and compose one step on all boards.
-
-        Args:
-            ops: what the worker with the most to do executes.
-            mode: launch mode.
-            others: what each other worker executes, op by op, where it is not the same.
-            without: laws to leave out.
-            lone: True where nothing runs before or after the step, so that the host's work for it
-                has less to hide behind.
-        """
-        costs = self.model.costs(ops)
-        known = dict(zip((op.key for op in ops), costs, strict=True))
-        new = {op.key: op for own in others for op in own if op.key not in known}
-        known |= zip(new, self.model.costs(list(new.values())), strict=True)
-        by_worker = [costs, *([known[op.key] for op in own] for own in others)]
-        laws, spread = self.laws, self.spread
-        result = step(
-            ops,
-            costs,
-            self._workers(ops, by_worker),
-            constants=self._constants,
-            spreads=Spreads(
-                memory_power=spread.memory_power,
-                compute_power=spread.compute_power,
-                memory_time=spread.memory_time,
-                latency=math.hypot(laws.latency_sd, _WHOLE_STEP_SD, _DATA_LATENCY_SD),
-                energy=math.hypot(laws.energy_sd, _WHOLE_STEP_SD, _DATA_ENERGY_SD),
-                cap=_CAP_REL_SE + _OTHER_LIMIT_REL_SE * self.limit_change,
-            ),
-            host=self._host(ops, mode, lone),
-            mode=mode,
-            without=without,
-        )
-        if self.limit_change and result.clock < 1.0:
-            return replace(result, source=max(result.source, Source.EXTRAPOLATED))
-        return result
-
-    def price(
-        self, lowered: Lowered, steps: Sequence[Step], *, lone: bool = False
-    ) -> tuple[Array, Array]:
-        """Seconds and joules of many steps without intervals, each [steps].
-
-        The steps follow each other, or each is ``lone``. The same numbers as `step` gives, faster:
-        each distinct op is priced once.
-        """
-        sequences = [lowered.by_worker(s) for s in steps]
-        distinct = list({op.key: op for step in sequences for ops in step for op in ops}.values())
-        costs = dict(zip((op.key for op in distinct), self.model.costs(distinct), strict=True))
-        latency, energy = np.empty(len(steps)), np.empty(len(steps))
-        for i, (s, by_worker) in enumerate(zip(steps, sequences, strict=True)):
-            own = [[costs[op.key] for op in ops] for ops in by_worker]
-            ops, host = by_worker[0], self._host(by_worker[0], s.mode, lone)
-            latency[i], energy[i] = totals(
-                ops, own[0], self._workers(ops, own), self._constants, host, s.mode
-            )
-        return latency, energy
-
-    def _workers(self, ops: Sequence[Op], by_worker: Sequence[Sequence[Cost]]) -> list[Worker]:
-        """The boards, with the costs of the ops on each; one list of costs stands for all.
-
-        Which worker is the fullest differs from layer to layer, but the slowest board holds all of
-        them up: it is taken to be the fullest, the next slowest the next.
-        """
-        fullest = by_worker[0]
-        workers = [self._on(b, fullest) for b in self.boards]
-        if len(by_worker) == 1:
-            return workers
-        alone = [kernel_result(ops, fullest, w, self._constants) for w in workers]
-        slowest_first = sorted(range(len(workers)), key=lambda i: alone[i][:2], reverse=True)
-        loads = sorted(by_worker, key=lambda costs: -sum(c.latency_s for c in costs))
-        for i, costs in zip(slowest_first, loads, strict=True):
-            workers[i] = self._on(self.boards[i], costs)
-        return workers
-
-    def _on(self, board: Board, costs: Sequence[Cost]) -> Worker:
-        latency_s, energy_j = board.localise(costs)
-        return Worker(idle_w=board.idle_w, cap_w=self.cap_w, latency_s=latency_s, energy_j=energy_j)
-
-    @property
-    def _constants(self) -> Constants:
-        laws = self.laws
-        return Constants(
-            eta=laws.eta,
-            gap_s=laws.gap_s,
-            wait_w=self._wait_w,
-            spin_w=laws.spin_w,
-            link_w=laws.link_w,
-        )
-
-    @property
-    def _wait_w(self) -> float:
-        return self.host.wait_w.get(self.host.nearest(len(self.boards)), 0.0) if self.host else 0.0
-
-    def _host(self, ops: Sequence[Op], mode: Mode, lone: bool = False) -> Host:
-        """Host time of a step that executes ``ops``."""
-        law = self.host
-        n = law.nearest(len(self.boards)) if law else 0
-        serial_s = layers_rel_se = 0.0
-        if mode is Mode.SERVING:
-            by_workers = (law.lone_steps if lone else law.steps) if law else {}
-            if law is None or n not in by_workers:
-                return Host(
-                    step_s=_UNKNOWN_STEP_S, rel_se=_UNKNOWN_HOST_REL_SE, source=Source.ROOFLINE
-                )
-            own, shape = by_workers[n], step_shape(ops)
-            step_s, serial_s = own.total_s(shape), own.serial_s(shape)
-            layers_rel_se = own.layers_rel_se(shape)
-        else:
-            launches = sum(o.count * o.launches for o in ops)
-            if law is None or n not in law.launch_s:
-                return Host(
-                    step_s=launches * _UNKNOWN_LAUNCH_S,
-                    rel_se=_UNKNOWN_HOST_REL_SE,
-                    source=Source.ROOFLINE,
-                )
-            step_s = launches * law.launch_s[n]
-        # More processes on a host than were measured slow each other's launches down.
-        other = 0.0 if n == len(self.boards) else _OTHER_WORKERS_HOST_REL_SE
-        here, ratio, rel_se = self.host_anchor, 1.0, _OTHER_HOST_REL_SE
-        if here is not None:
-            rel_se = _ANCHORED_HOST_REL_SE
-            ratio = (
-                here.module_us / law.anchor.module_us
-                if here.module_us and law.anchor.module_us
-                else here.launch_us / law.anchor.launch_us
-            )
-        return Host(
-            step_s=step_s * ratio,
-            rel_se=math.hypot(rel_se, law.rel_se, other, layers_rel_se),
-            source=Source.TRANSFERRED,
-            # Between steps that follow each other it is no slower on a slower host.
-            serial_s=serial_s * (ratio if lone else 1.0),
-        )
-
-
-def machine(
-    device: Device,
-    *,
-    workers: int,
-    bundle: Bundle | None,
-    anchors: Anchors | None,
-    power_limit_w: float | None = None,
-    link: Link | None = None,
-) -> Machine:
-    """Prices for ``workers`` boards of a device: as anchored, else typical with their spread."""
-    measured_w = bundle.power_limit_w if bundle else device.power_limit_w
-    limit = power_limit_w or measured_w
-    laws = bundle.laws if bundle else Laws()
-    # The name of a power mode is no cap: what was measured in it counts, above its watts too.
-    is_capped = bundle is None or device.power_mode is None or power_limit_w is not None
-    idle_w = bundle.typical.idle_w if bundle else device.idle_w
-    spread = bundle.spread if bundle else _UNKNOWN_SPREAD
-    given = anchors.boards if anchors else ()
-    if given and bundle:
-        known = tuple(board(a, bundle.typical, device, laws.eta) for a in given[:workers])
-        boards = known + typical_boards(workers - len(known), idle_w, spread)
-        left = _ANCHORED_SPREAD if len(known) == workers else spread
-    else:
-        boards, left = typical_boards(workers, idle_w, spread), spread
-    return Machine(
-        device=device,
-        model=bundle.model(device, link) if bundle else CostModelSet(device=device, link=link),
-        laws=laws,
-        boards=boards,
-        spread=left,
-        cap_w=laws.cap_fraction * limit if is_capped else math.inf,
-        limit_change=abs(limit / measured_w - 1.0),
-        host=bundle.host if bundle else None,
-        host_anchor=anchors.host if anchors else None,
-    )
 
 
 def predict(
@@ -335,16 +101,22 @@ def predict(
             f"{device.power_limit_w:g} W"
         )
     engine, parallelism = engine.on(device), config.parallelism
-    lowered = lower(
+    most = min(parallelism.pp, workload.batch)
+    if config.microbatches is not None and not 1 <= config.microbatches <= most:
+        raise OutOfRangeError(
+            f"microbatches must be from 1 to {most} at pp={parallelism.pp} and a batch of "
+            f"{workload.batch}, not {config.microbatches}"
+        )
+    stages = lower_stages(
         spec,
         engine,
         parallelism,
         routing=config.routing,
         redundant_experts=config.redundant_experts,
     )
-    if isinstance(lowered, Infeasible):
-        return lowered
-    held = memory(lowered, workload, device, config.modes)
+    if isinstance(stages, Infeasible):
+        return stages
+    held = fullest(stages, workload, device, config.modes)
     if not held.fits:
         gb = {
             k: getattr(held, f"{k}_bytes") / 1e9
@@ -367,8 +139,9 @@ def predict(
         anchors=anchors,
         power_limit_w=config.power_limit_w,
         link=link,
+        stages=parallelism.pp,
     )
-    run = _Run(lowered=lowered, machine=priced, config=config, workload=workload, without=without)
+    run = _Run(stages=stages, machine=priced, config=config, workload=workload, without=without)
     results = {p: run.phase(p) for p in phases}
     lowest_hz = LOWEST_CLOCK * device.clock_max_hz
     if any((r.clock_hz or math.inf) <= lowest_hz for r, _ in results.values()):
@@ -392,7 +165,7 @@ def predict(
         bundles=(bundle.ref,) if bundle else (),
         anchors=anchors,
         notes=_notes(spec, bundle, device, engine, anchors, parallelism, priced),
-        routing=lowered.experts.routing.name if lowered.experts else None,
+        routing=run.experts.routing.name if run.experts else None,
         imbalance=MappingProxyType(
             {str(p): i for p in phases if (i := run.imbalance(p)) is not None}
         ),
@@ -409,7 +182,7 @@ def _notes(
     priced: Machine,
 ) -> tuple[str, ...]:
     notes = []
-    workers = parallelism.workers
+    workers = parallelism.workers * parallelism.pp
     if bundle is None:
         notes.append(
             f"no calibration of {device.name} for the {engine.provider} provider: datasheet "
@@ -434,6 +207,18 @@ def _notes(
         notes.append("every replica is predicted on the boards of the first")
     if spec.overlap:
         notes.append("overlap of the spec is not priced: collectives and compute take turns")
+    if parallelism.pp > 1:
+        notes.append(
+            "pipeline: layers split as vLLM does; a batch in one part passes the stages one by one "
+            "while the others wait, parts in flight overlap (--microbatches: by default one for "
+            "each step that the engine's limits make of the prefill); sends between stages are "
+            "priced as collectives of as many bytes"
+        )
+    if workers > 1 and priced.model.link is None:
+        notes.append(
+            f"no link between {workers} {device.name} is known: collectives that were not measured "
+            "are priced as between the GPUs of one machine"
+        )
     limit = bundle.power_limit_w if bundle else device.power_limit_w
     notes += spec.notes
     narrow = {spec.stored(e) for b in spec.blocks for e in b.cascade}
@@ -453,14 +238,19 @@ def _notes(
 class _Run:
     """One configuration, phase by phase."""
 
-    lowered: Lowered
+    stages: tuple[Lowered, ...]
     machine: Machine
     config: Config
     workload: Workload
     without: frozenset[str]
 
+    @property
+    def experts(self) -> Experts | None:
+        """The mixture of experts of the model, or None."""
+        return next((own.experts for own in self.stages if own.experts), None)
+
     def _mode(self, phase: Phase) -> Mode:
-        return self.config.modes.get(phase) or self.lowered.engine.modes.get(phase, Mode.EAGER)
+        return self.config.modes.get(phase) or self.stages[0].engine.modes.get(phase, Mode.EAGER)
 
     def phase(self, phase: Phase) -> tuple[PhaseResult, tuple[BreakdownRow, ...]]:
         """Result and breakdown of one phase."""
@@ -480,14 +270,13 @@ class _Run:
 
     def imbalance(self, phase: Phase) -> Imbalance | None:
         """How unevenly the experts of a phase are loaded, by its largest step, or None."""
-        experts, engine = self.lowered.experts, self.lowered.engine
+        experts, engine = self.experts, self.stages[0].engine
         if experts is None or phase is Phase.REQUEST:
             return None
         if phase is Phase.PREFILL:
             step = max(self._prefill_steps, key=lambda s: s.tokens)
         else:
-            mode = self._mode(phase)
-            step = Step.decode(self.workload.batch, self.workload.decode_context, mode)
+            step = self._decode_steps(self.workload.decode_context)[0]
         loads = experts.loads(engine, step.share(experts.dp))
         rows = sum(w.rows for w in loads)
         touched = sum(w.active for w in loads)
@@ -503,30 +292,48 @@ class _Run:
 
     @cached_property
     def _prefill_steps(self) -> tuple[Step, ...]:
-        """Steps of the prefill: several where the engine limits a step."""
-        mode, w = self._mode(Phase.PREFILL), self.workload
-        whole = Step.prefill(w.batch, w.prompt_len, mode)
-        serving = self.lowered.engine.serving
+        """Steps of the prefill: several where the engine limits a step, or with microbatches."""
+        sizes = microbatches(self.workload.batch, self.config.microbatches or 1)
+        mode, length = self._mode(Phase.PREFILL), self.workload.prompt_len
+        parts = [Step.prefill(size, length, mode) for size in sizes]
+        serving = self.stages[0].engine.serving
         if mode is not Mode.SERVING or serving is None:
-            return (whole,)
-        return chunked(whole, serving.offline_batch_tokens * self.lowered.sharding.dp)
+            return tuple(parts)
+        limit = serving.offline_batch_tokens * self.stages[0].sharding.dp
+        return tuple(step for part in parts for step in chunked(part, limit))
+
+    def _decode_steps(self, context: float) -> tuple[Step, ...]:
+        """Steps in which every sequence makes one token, the largest first: one, or microbatches'.
+
+        Without more being asked for, those that the steps of the prefill have begun.
+        """
+        batch, most = self.workload.batch, min(len(self.stages), self.workload.batch)
+        count = self.config.microbatches or min(most, len(self._prefill_steps))
+        mode = self._mode(Phase.DECODE)
+        return tuple(Step.decode(size, context, mode) for size in microbatches(batch, count))
 
     @cached_property
     def _prefill(self) -> tuple[tuple[float, StepResult], ...]:
-        """(count, step) of each step of the prefill."""
+        """(count, step) of each step of the prefill; a pipeline's are one."""
         lone = len(self._prefill_steps) == 1
+        if len(self.stages) > 1:
+            return ((1.0, self._pipelined(self._prefill_steps, lone=lone, rounds=False)),)
         counts = Counter(self._prefill_steps)
-        return tuple((float(n), self._step(s, lone=lone)) for s, n in counts.items())
+        return tuple((float(n), self._turns(s, lone=lone)[0]) for s, n in counts.items())
 
     @lru_cache(maxsize=64)  # noqa: B019 - a run lives no longer than its prediction
     def _decode(self, context: float) -> StepResult:
-        return self._step(
-            Step.decode(self.workload.batch, context, self._mode(Phase.DECODE)), lone=False
-        )
+        steps = self._decode_steps(context)
+        if len(self.stages) > 1:
+            return self._pipelined(steps, lone=False, rounds=True)
+        return self._turns(steps[0], lone=False)[0]
 
-    def _step(self, step: Step, *, lone: bool) -> StepResult:
-        ops, *others = self.lowered.by_worker(step)
-        return self.machine.step(ops, step.mode, self.without, others=others, lone=lone)
+    def _pipelined(self, steps: Sequence[Step], *, lone: bool, rounds: bool) -> StepResult:
+        turns = {s: self._turns(s, lone=lone) for s in dict.fromkeys(steps)}
+        return pipelined([turns[s] for s in steps], self.machine.waiting, rounds=rounds)
+
+    def _turns(self, step: Step, *, lone: bool) -> tuple[StepResult, ...]:
+        return self.machine.turns(self.stages, step, self.without, lone=lone)
 
     def _result(self, steps: Sequence[tuple[float, StepResult]]) -> PhaseResult:
         latency = sum(n * s.latency_s for n, s in steps)
@@ -574,7 +381,9 @@ class _Run:
                     source=max(row.source, part.source),
                 )
                 counts[key] = counts.get(key, 0.0) + n * part.count
-                if part.op is not None and not part.op.type.is_collective:
+                # What a pipeline does beside its longest way takes no time of the phase.
+                on_way = part.op is not None and part.latency_s > 0
+                if part.op is not None and on_way and not part.op.type.is_collective:
                     limits[key] = limits.get(key, 0.0) + n * part.count * _physical_limit_s(
                         part.op, device
                     )
@@ -589,6 +398,12 @@ class _Run:
             )
             for key, row in rows.items()
         )
+
+
+def microbatches(batch: int, count: int) -> tuple[int, ...]:
+    """Sequences of each of ``count`` parts of a batch, as even as they divide, largest first."""
+    each, left = divmod(batch, count)
+    return tuple(each + (i < left) for i in range(count))
 
 
 def request_contexts(workload: Workload) -> list[tuple[float, float]]:

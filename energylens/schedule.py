@@ -8,6 +8,8 @@ at which it holds it.
 3. `step` (``host``): a step takes as long as its host at least, and a part of the host's time runs
 beside no kernel; waiting draws its own power.
 4. `step` (idle): idle power is charged once, on the makespan; op energies are above idle.
+5. `pipelined`: the stages of a pipeline take turns, each composed by the laws above as if it were
+alone; a stage whose turn it is not waits.
 
 Workers are boards: under tensor parallelism the slowest sets the pace, and the others spin
 (``straggler``). Errors are propagated by perturbation: each variance component (errors of one op
@@ -18,7 +20,8 @@ and the step is composed again.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 
@@ -30,9 +33,11 @@ from energylens.results import Cost, Interval, Kind, Source
 from energylens.spec.system import Mode
 
 Array = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
 
 LAWS = ("cap", "host", "straggler", "gap")
 LEVEL = 0.90
+_CLOCK_STEP = 1e-6
 LOWEST_CLOCK = 0.25  # of the maximum; the governor does not go below, whatever the limit
 
 
@@ -139,7 +144,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ops:
-    """Arrays over the ops of a step, [ops]; ``linked`` where any of them is a collective."""
+    """Arrays over the ops of a step, [ops]; ``linked`` where the links are awake meanwhile."""
 
     count: Array
     launches: Array
@@ -180,7 +185,7 @@ def common_clock(ops: _Ops, worker: Worker, constants: Constants, pause_s: float
     low, high = LOWEST_CLOCK, 1.0
     if power(low) >= worker.cap_w:
         return low
-    while high - low > 1e-6:
+    while high - low > _CLOCK_STEP:
         middle = (low + high) / 2
         low, high = (middle, high) if power(middle) < worker.cap_w else (low, middle)
     return low
@@ -190,14 +195,14 @@ def _link_w(ops: _Ops, constants: Constants) -> float:
     return constants.link_w if ops.linked else 0.0
 
 
-def _arrays(ops: Sequence[Op], costs: Sequence[Cost]) -> _Ops:
+def _arrays(ops: Sequence[Op], costs: Sequence[Cost], linked: bool = False) -> _Ops:
     return _Ops(
         count=np.array([o.count for o in ops], dtype=np.float64),
         launches=np.array([o.count * o.launches for o in ops], dtype=np.float64),
         compute_share=np.array([c.compute_share for c in costs]),
         read_share=np.array([c.read_share for c in costs]),
         dram_share=np.array([c.dram_share for c in costs]),
-        linked=any(o.type.is_collective for o in ops),
+        linked=linked or any(o.type.is_collective for o in ops),
     )
 
 
@@ -272,6 +277,7 @@ def step(
     host: Host | None = None,
     mode: Mode = Mode.EAGER,
     without: frozenset[str] = frozenset(),
+    linked: bool = False,
 ) -> StepResult:
     """Compose one step.
 
@@ -285,8 +291,9 @@ def step(
         host: host time of the step; a captured graph alone has none.
         mode: launch mode.
         without: laws to leave out, of `LAWS`.
+        linked: True where the links are awake even if none of the ops is a collective.
     """
-    arrays = _arrays(ops, costs)
+    arrays = _arrays(ops, costs, linked)
     if "gap" in without:
         constants = replace(constants, gap_s=0.0)
     counts = host is not None and mode is not Mode.CUDA_GRAPH and "host" not in without
@@ -309,19 +316,83 @@ def step(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """What the kernels of many steps come to at the maximum clock, each [..., workers].
+
+    Attributes:
+        scaled_s, fixed_s: seconds that scale with 1/clock, and all others, gaps included.
+        energy_j: above idle.
+    """
+
+    scaled_s: Array
+    fixed_s: Array
+    energy_j: Array
+
+
 def totals(
-    ops: Sequence[Op],
-    costs: Sequence[Cost],
-    workers: Sequence[Worker],
+    kernels: Kernels,
+    idle_w: Array,
+    cap_w: float,
     constants: Constants,
-    host: Host,
-    mode: Mode,
-) -> tuple[float, float]:
-    """Seconds and joules of a step, as `step` composes them, and nothing else."""
-    arrays = _arrays(ops, costs)
-    bound = NO_HOST if mode is Mode.CUDA_GRAPH else host
-    composed = _compose(arrays, workers, constants, bound, frozenset())
-    return composed.latency_s, composed.energy_j
+    *,
+    step_s: Array,
+    serial_s: Array,
+    linked: BoolArray,
+) -> tuple[Array, Array]:
+    """Seconds and joules of many steps, as `step` composes one, and nothing else, each [...].
+
+    Args:
+        kernels: of the steps.
+        idle_w: of the boards, [..., workers].
+        cap_w: mean power that the governor holds.
+        constants: of the laws.
+        step_s: host time of the steps, [...].
+        serial_s: part of it that no kernel runs beside, [...].
+        linked: where the links are awake, [...].
+    """
+    link_w = np.where(linked, constants.link_w, 0.0)[..., None]
+    clock = _clocks(kernels, idle_w + link_w, cap_w, constants.eta, serial_s[..., None])
+    time = kernels.scaled_s / clock + kernels.fixed_s
+    device_s = time.max(axis=-1)
+    latency = np.maximum(device_s + serial_s, step_s)
+    spin_j = (device_s[..., None] - time).sum(axis=-1) * constants.spin_w
+    workers = time.shape[-1]
+    waiting_j = (latency - device_s) * constants.wait_w * workers
+    link_j = device_s * link_w[..., 0] * workers
+    idle_j = latency * np.broadcast_to(idle_w, time.shape).sum(axis=-1)
+    working_j = (kernels.energy_j * clock**constants.eta).sum(axis=-1)
+    return latency, working_j + spin_j + waiting_j + link_j + idle_j
+
+
+def paces(
+    kernels: Kernels, idle_w: Array, cap_w: float, constants: Constants, linked: BoolArray
+) -> tuple[Array, Array]:
+    """Seconds and joules of each worker's kernels alone, [..., workers]; see `kernel_result`."""
+    base_w = idle_w + np.where(linked, constants.link_w, 0.0)[..., None]
+    clock = _clocks(kernels, base_w, cap_w, constants.eta, np.zeros(kernels.energy_j.shape))
+    time = kernels.scaled_s / clock + kernels.fixed_s
+    return time, kernels.energy_j * clock**constants.eta + base_w * time
+
+
+def _clocks(kernels: Kernels, base_w: Array, cap_w: float, eta: float, pause_s: Array) -> Array:
+    """`common_clock` of each worker, [..., workers]."""
+    shape = kernels.energy_j.shape
+    scaled, fixed = kernels.scaled_s, kernels.fixed_s + pause_s
+    clock = np.ones(shape)
+    over = base_w + kernels.energy_j / (scaled + fixed) > cap_w
+    scaled, fixed, energy = scaled[over], fixed[over], kernels.energy_j[over]
+    room_w = cap_w - np.broadcast_to(base_w, shape)[over]
+    low, high = np.full(room_w.shape, LOWEST_CLOCK), np.ones(room_w.shape)
+    hopeless = energy * low**eta >= room_w * (scaled / low + fixed)
+    width = 1.0 - LOWEST_CLOCK
+    while width > _CLOCK_STEP:
+        middle = (low + high) / 2
+        below = energy * middle**eta < room_w * (scaled / middle + fixed)
+        low, high = np.where(below, middle, low), np.where(below, high, middle)
+        width /= 2
+    clock[over] = np.where(hopeless, LOWEST_CLOCK, low)
+    return clock
 
 
 def _parts(
@@ -448,3 +519,153 @@ def _interval(
     return Interval(
         level=LEVEL, latency_s=(latency[0], latency[1]), energy_j=(energy[0], energy[1])
     )
+
+
+# ---------------------------------------------------------------- pipelines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """What the boards of a pipeline stage draw while it waits for its turn.
+
+    ``idle_w`` of them together, and ``above_idle_w`` on top.
+    """
+
+    idle_w: float
+    above_idle_w: float
+
+
+def makespan(times: Array) -> Array:
+    """When the last of some jobs leaves the last stage; all start at 0 and go in order.
+
+    A stage takes one job at a time.
+
+    Args:
+        times: of each job in each stage, [jobs, stages, ...].
+
+    Returns:
+        Seconds, [...].
+    """
+    done = np.zeros(times.shape[1:])
+    for job in times:
+        before = np.zeros(times.shape[2:])
+        for stage, turn in enumerate(job):
+            done[stage] = before = np.maximum(done[stage], before) + turn
+    return np.asarray(done[-1])
+
+
+def period(times: Array) -> Array:
+    """Time in which jobs that go round and round pass all stages once each.
+
+    The busiest stage takes that long, or the job with the longest way: one that has left the last
+    stage begins anew, and never before.
+
+    Args:
+        times: of each job in each stage, [jobs, stages, ...].
+
+    Returns:
+        Seconds, [...].
+    """
+    busiest, longest = times.sum(axis=0).max(axis=0), times.sum(axis=1).max(axis=0)
+    return np.asarray(np.maximum(busiest, longest))
+
+
+def pipelined(
+    turns: Sequence[Sequence[StepResult]], waiting: Sequence[Waiting], *, rounds: bool
+) -> StepResult:
+    """Compose the turns of jobs in the stages of a pipeline.
+
+    The clock of a turn is that of the stage's own work: no credit for the pauses between turns.
+
+    Args:
+        turns: of each job the step on each stage.
+        waiting: of each stage.
+        rounds: True where the jobs come back as soon as they are through (tokens of microbatches
+            that decode), False where they come once (chunks of a prefill).
+    """
+    span, critical = (period, _critical_round) if rounds else (makespan, _critical_way)
+
+    own = np.array([[turn.latency_s for turn in job] for job in turns])
+    latency_s = float(span(own))
+    waits = latency_s - own.sum(axis=0)
+    idle_j = float(sum(t * w.idle_w for t, w in zip(waits, waiting, strict=True)))
+    wait_j = float(sum(t * w.above_idle_w for t, w in zip(waits, waiting, strict=True)))
+    every = [turn for job in turns for turn in job]
+    working_j = sum(turn.energy_j for turn in every)
+    ends = [
+        float(span(np.array([[turn.interval.latency_s[i] for turn in job] for job in turns])))
+        for i in (0, 1)
+    ]
+    joules = [
+        sum(turn.interval.energy_j[i] for turn in every) + (idle_j + wait_j) * end / latency_s
+        for i, end in enumerate(ends)
+    ]
+    source = max(turn.source for turn in every)
+    slowest = max(every, key=lambda turn: turn.latency_s)
+
+    def part(kind: Kind, name: str, energy_j: float) -> Part:
+        return Part(
+            op=None, kind=kind, name=name, count=1, latency_s=0.0, energy_j=energy_j, source=source
+        )
+
+    return StepResult(
+        latency_s=latency_s,
+        energy_j=working_j + idle_j + wait_j,
+        clock=min(turn.clock for turn in every),
+        regime=slowest.regime,
+        parts=(
+            *_turn_parts(turns, critical(own)),
+            part(Kind.WAIT, "waiting stages", wait_j),
+            part(Kind.IDLE, "idle", idle_j),
+        ),
+        interval=Interval(
+            level=LEVEL, latency_s=(ends[0], ends[1]), energy_j=(joules[0], joules[1])
+        ),
+        source=source,
+        waiting_j=sum(turn.waiting_j for turn in every),
+    )
+
+
+def _critical_way(times: Array) -> list[tuple[int, int]]:
+    """(job, stage) of the turns that follow each other without a gap and make the makespan."""
+    jobs, stages = times.shape
+    ends = np.zeros(
+        (jobs + 1, stages + 1)
+    )  # of the first so many jobs, in the first so many stages
+    for j in range(jobs):
+        for s in range(stages):
+            ends[j + 1, s + 1] = max(ends[j, s + 1], ends[j + 1, s]) + times[j, s]
+    job, stage, found = jobs - 1, stages - 1, []
+    while job >= 0 and stage >= 0:
+        found.append((job, stage))
+        if ends[job, stage + 1] >= ends[job + 1, stage]:
+            job -= 1
+        else:
+            stage -= 1
+    return found
+
+
+def _critical_round(times: Array) -> list[tuple[int, int]]:
+    """(job, stage) of the turns that make the period: all of a stage, or all of a job."""
+    by_stage, by_job = times.sum(axis=0), times.sum(axis=1)
+    if by_stage.max() > by_job.max():
+        return [(job, int(by_stage.argmax())) for job in range(len(times))]
+    return [(int(by_job.argmax()), stage) for stage in range(times.shape[1])]
+
+
+def _turn_parts(
+    turns: Sequence[Sequence[StepResult]], critical: Sequence[tuple[int, int]]
+) -> Iterator[Part]:
+    """Parts of all turns; only those of the critical ones take time."""
+    results = {id(turn): turn for job in turns for turn in job}
+    total = Counter(id(turn) for job in turns for turn in job)
+    on_way = Counter(id(turns[job][stage]) for job, stage in critical)
+    for key, turn in results.items():
+        for n, time in ((on_way[key], 1.0), (total[key] - on_way[key], 0.0)):
+            for p in turn.parts if n else ():
+                yield replace(
+                    p,
+                    count=n * p.count,
+                    latency_s=n * time * p.latency_s,
+                    energy_j=n * p.energy_j,
+                )

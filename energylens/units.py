@@ -9,6 +9,8 @@ W_PER_UW = 1e-6  # hwmon counts microwatts
 HZ_PER_KHZ = 1e3
 HZ_PER_MHZ = 1e6
 BYTES_PER_GB = 1e9
+J_PER_KWH = 3.6e6  # grid prices are per kWh
+S_PER_HOUR = 3600.0  # and those of GPUs per hour
 
 BITS: dict[str, float] = {
     "fp32": 32,

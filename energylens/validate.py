@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -128,6 +129,25 @@ class Validation:
 
     rows: tuple[ValidationRow, ...]
     summary: tuple[Summary, ...]
+
+    def records(self) -> list[dict[str, Any]]:
+        """A flat mapping for each row, for `pandas.DataFrame`."""
+        return [
+            {
+                "record_id": row.measurement.record_id,
+                **{
+                    name: _field(row.measurement, name) for name in (*_FIELDS, *_NUMBERS, *_DEGREES)
+                },
+                **{
+                    f"{quantity}_{name}": getattr(getattr(row, quantity), name)
+                    for quantity in ("latency_s", "energy_j")
+                    for name in ("measured", "predicted", "error_pct", "within_interval")
+                },
+                "source": None if row.source is None else str(row.source),
+                "reason": row.reason,
+            }
+            for row in self.rows
+        ]
 
 
 def validate(

@@ -15,6 +15,7 @@ import typer
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from energylens import __version__
+from energylens.cli.advise import advise
 from energylens.cli.calibrate import calibrate
 from energylens.cli.explore import explore
 from energylens.cli.import_ import import_spec
@@ -22,6 +23,7 @@ from energylens.cli.known import doctor, list_known
 from energylens.cli.output import EXIT_FAILURE, EXIT_INPUT, EXIT_INTERRUPTED, fail
 from energylens.cli.predict import predict
 from energylens.cli.profile import profile
+from energylens.cli.sweep import sweep
 from energylens.cli.validate import validate
 from energylens.errors import EnergyLensError
 
@@ -36,6 +38,9 @@ _EXTRAS = {
     "jtop": "jetson",
     "vllm": "vllm",
     "matplotlib": "plot",
+    "joblib": "sweep",
+    "dask": "dask",
+    "distributed": "dask",
 }
 """Optional library -> the extra that brings it."""
 
@@ -124,6 +129,8 @@ def _root(
 
 app.command()(predict)
 app.command()(explore)
+app.command()(advise)
+app.command()(sweep)
 app.command()(validate)
 app.command()(profile)
 app.command(name="import")(import_spec)

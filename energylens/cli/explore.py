@@ -11,10 +11,9 @@ import typer
 from energylens.cli.options import (
     AnchorFiles,
     Bundles,
-    Device,
     Engine,
     Json,
-    check_anchors,
+    check_least,
     check_positive,
     find_engine,
     load_anchors,
@@ -31,7 +30,12 @@ def explore(
         str,
         typer.Argument(metavar="SPEC", help="Model by name (`energylens list specs`) or file."),
     ],
-    gpus: Annotated[int, typer.Option(help="GPUs to use; replicas fill them.")],
+    gpus: Annotated[
+        str,
+        typer.Option(
+            help="GPUs to use, which replicas fill; of several devices one number, or one for each."
+        ),
+    ],
     prompt_len: Annotated[int, typer.Option(help="Prompt tokens of each sequence.")] = 1024,
     gen_len: Annotated[
         int, typer.Option(help="Generated tokens, the one that prefill makes included.")
@@ -48,7 +52,20 @@ def explore(
     dp: Annotated[
         str | None, typer.Option(help="Attention data parallel degrees [all, with experts].")
     ] = None,
-    device: Device = "h200",
+    pp: Annotated[
+        str | None, typer.Option(help="Pipeline parallel degrees [all that the GPUs allow].")
+    ] = None,
+    disaggregate: Annotated[
+        bool,
+        typer.Option("--disaggregate", help="Try prefill and decode on GPUs of their own, too."),
+    ] = False,
+    device: Annotated[
+        str,
+        typer.Option(
+            help="Device by name (`energylens list devices`) or YAML file; several, joined by "
+            "commas, to choose from."
+        ),
+    ] = "h200",
     engine: Engine = "vllm",
     power_limit: Annotated[float | None, typer.Option(help="Power limit of each GPU in W.")] = None,
     routing: Annotated[
@@ -66,9 +83,20 @@ def explore(
         str | None,
         typer.Option(
             help="One or several, the first one ranks: energy_per_token, energy_per_request, "
-            "energy_per_prompt, ttft, tpot, throughput, throughput_per_gpu, gpus "
+            "energy_per_prompt, ttft, tpot, throughput, throughput_per_gpu, gpus, and with prices "
+            "cost_per_token, cost_per_request, carbon_per_token, carbon_per_request "
             "[energy_per_token,tpot]."
         ),
+    ] = None,
+    price_per_gpu_hour: Annotated[float | None, typer.Option(help="Price of a GPU-hour.")] = None,
+    price_per_kwh: Annotated[
+        float | None, typer.Option(help="Price of a kWh, in the same currency.")
+    ] = None,
+    pue: Annotated[
+        float | None, typer.Option(help="Energy of the data centre over that of its GPUs [1].")
+    ] = None,
+    carbon_g_per_kwh: Annotated[
+        float | None, typer.Option(help="Grams of CO2-equivalent of a kWh.")
     ] = None,
     top: Annotated[
         int, typer.Option(help="Most configurations to predict exactly, and to show.")
@@ -79,11 +107,14 @@ def explore(
     plot: Annotated[
         Path | None, typer.Option(help="Image (.png, .svg, .pdf) of the front.")
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Self-contained page (.html) with the front, interactive.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """The Pareto front of all parallel layouts and batches: joules against milliseconds."""
-    from energylens.explore import DEFAULT_OBJECTIVES, Constraints, SearchSpace
-    from energylens.explore import explore as search
+    from energylens import api
+    from energylens.explore.several import pairs
     from energylens.files import write_atomically
     from energylens.predict import Catalogue
     from energylens.report import (
@@ -91,6 +122,7 @@ def explore(
         frontier_csv,
         frontier_document,
         frontier_infeasible_document,
+        frontier_page,
         frontier_plot,
         frontier_table,
     )
@@ -98,57 +130,74 @@ def explore(
 
     check_output("--csv", csv)
     check_output("--plot", plot, (".png", ".svg", ".pdf"))
+    check_output("--html", html, (".html", ".htm"))
     if plot is not None:
-        if gen_len < 2:
+        if check_least("--gen-len", gen_len) < 2:
             raise SpecError("--plot is about time per token; give --gen-len of 2 or more")
         figure()
-    catalogue = Catalogue(bundle_files=tuple(bundle or ()))
-    model, board = catalogue.spec(spec), catalogue.device(device)
+    catalogue, devices = Catalogue(bundle_files=tuple(bundle or ())), split_list(device)
     profile = find_engine(catalogue, engine, f"energylens explore {spec} --gpus {gpus}")
-    anchors = load_anchors(anchor)
-    check_anchors(anchors, board.name)
-    result = search(
-        model,
+    result = api.explore(
+        spec,
+        gpus=parse_integers("--gpus", gpus),
+        device=devices,
         engine=profile,
-        device=board,
-        gpus=gpus,
-        prompt_len=prompt_len,
-        gen_len=gen_len,
-        space=SearchSpace(
-            batches=parse_integers("--batch", batch),
-            tp=parse_integers("--tp", tp) if tp else None,
-            ep=parse_integers("--ep", ep) if ep else None,
-            dp=parse_integers("--dp", dp) if dp else None,
-        ),
-        constraints=Constraints(
-            max_ttft_s=milliseconds("--max-ttft-ms", max_ttft_ms),
-            max_tpot_s=milliseconds("--max-tpot-ms", max_tpot_ms),
-            max_power_w=check_positive("--max-w", max_w),
-            min_throughput_tokens_s=check_positive("--min-throughput", min_throughput),
-        ),
-        objectives=DEFAULT_OBJECTIVES if objective is None else split_list(objective),
-        exact=top,
+        prompt_len=check_least("--prompt-len", prompt_len),
+        gen_len=check_least("--gen-len", gen_len),
+        batch=parse_integers("--batch", batch),
+        tp=parse_integers("--tp", tp) if tp else None,
+        ep=parse_integers("--ep", ep) if ep else None,
+        dp=parse_integers("--dp", dp) if dp else None,
+        pp=parse_integers("--pp", pp) if pp else None,
+        max_ttft_s=milliseconds("--max-ttft-ms", max_ttft_ms),
+        max_tpot_s=milliseconds("--max-tpot-ms", max_tpot_ms),
+        max_power_w=check_positive("--max-w", max_w),
+        min_throughput_tokens_s=check_positive("--min-throughput", min_throughput),
+        objectives=None if objective is None else split_list(objective),
+        price_per_gpu_hour=check_positive("--price-per-gpu-hour", price_per_gpu_hour),
+        price_per_kwh=check_positive("--price-per-kwh", price_per_kwh),
+        pue=pue,
+        carbon_g_per_kwh=check_positive("--carbon-g-per-kwh", carbon_g_per_kwh),
+        top=check_least("--top", top),
+        contexts=_contexts(prompt_len + gen_len) if html else (),
+        disaggregate=disaggregate,
         power_limit_w=check_positive("--power-limit", power_limit),
         routing=routing,
-        bundles=catalogue.bundles(board, profile),
-        anchors=anchors,
-        link=catalogue.link(board, gpus),
+        anchors=load_anchors(anchor),
+        catalogue=catalogue,
     )
     if isinstance(result, Infeasible):
         if as_json:
+            counts = parse_integers("--gpus", gpus)
+            boards = [catalogue.device(name) for name in devices]
             show(
                 frontier_infeasible_document(
-                    result, spec=model.name, device=board.name, engine=profile.name, gpus=gpus
+                    result,
+                    spec=catalogue.spec(spec).name,
+                    engine=profile.name,
+                    pools=[(board.name, count) for board, count in pairs(boards, counts)],
                 )
             )
         raise typer.Exit(fail("infeasible", result.reason, EXIT_INFEASIBLE))
-    given = [("--device", device), ("--engine", engine)]
+    given = [("--engine", engine)]
     given += [(n, str(v)) for n, v in (("--routing", routing), ("--power-limit", power_limit)) if v]
     given += [("--anchor", str(path)) for path in anchor or ()]
     given += [("--bundle", str(path)) for path in bundle or ()]
-    command = shlex.join(["energylens", "predict", spec, *(w for pair in given for w in pair)])
+
+    def command(name: str) -> str:
+        asked = next(d for d in devices if catalogue.device(d).name == name)
+        words = [w for pair in (("--device", asked), *given) for w in pair]
+        return shlex.join(["energylens", "predict", spec, *words])
+
     if csv is not None:
         write_atomically(csv, frontier_csv(result))
     if plot is not None:
         frontier_plot(result, plot)
+    if html is not None:
+        write_atomically(html, frontier_page(result, command))
     show(frontier_document(result, command) if as_json else frontier_table(result, command))
+
+
+def _contexts(longest: int) -> list[int]:
+    """Contexts around that of a request, from an eighth of it to eight times it."""
+    return sorted({max(2, round(longest * 2.0**power)) for power in range(-3, 4)})

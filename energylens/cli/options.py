@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from energylens.errors import SpecError
+from energylens.spec.system import Mode, Phase
 
 if TYPE_CHECKING:
     from energylens.predict import Catalogue
@@ -78,6 +79,13 @@ def check_positive(option: str, value: float | None) -> float | None:
     return value
 
 
+def check_least(option: str, value: int, least: int = 1) -> int:
+    """The value, refused where it is below ``least``."""
+    if value < least:
+        raise SpecError(f"{option}: {value} found, and must be at least {least}")
+    return value
+
+
 def milliseconds(option: str, milliseconds: float | None) -> float | None:
     """Seconds of an option given in ms, which must be above 0."""
     given = check_positive(option, milliseconds)
@@ -119,6 +127,21 @@ def parse_laws(text: str | None) -> frozenset[str]:
     return frozenset(parse_choice("--without", part, allowed) for part in split_list(text))
 
 
+def parse_modes(texts: Sequence[str]) -> dict[Phase, Mode]:
+    """``[PHASE=]MODE`` of each text; a mode alone is for both phases, a CUDA graph for decode."""
+    phases = {phase.value: phase for phase in (Phase.PREFILL, Phase.DECODE)}
+    modes: dict[Phase, Mode] = {}
+    for text in texts:
+        name, _, value = text.rpartition("=")
+        mode = parse_choice("--mode", value, {m.value: m for m in Mode})
+        if name:
+            modes[parse_choice("--mode", name, phases)] = mode
+        else:
+            both = (Phase.DECODE,) if mode is Mode.CUDA_GRAPH else (Phase.PREFILL, Phase.DECODE)
+            modes.update(dict.fromkeys(both, mode))
+    return modes
+
+
 def load_anchors(paths: Sequence[Path] | None) -> Anchors | None:
     """The boards and hosts of anchor files, or None where none is given."""
     if not paths:
@@ -126,16 +149,6 @@ def load_anchors(paths: Sequence[Path] | None) -> Anchors | None:
     from energylens.anchors import load_anchors
 
     return load_anchors(*paths)
-
-
-def check_anchors(anchors: Anchors | None, device: str) -> None:
-    """Refuse anchors of another device."""
-    for board in anchors.boards if anchors else ():
-        if board.device != device:
-            raise SpecError(
-                f"--anchor: board {board.board_uuid} is of {board.device}, but the device is "
-                f"{device}; give anchors of that device"
-            )
 
 
 def find_engine(catalogue: Catalogue, name: str, command: str) -> EngineProfile:

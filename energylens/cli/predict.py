@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,23 +16,21 @@ from energylens.cli.options import (
     Engine,
     Json,
     Without,
-    check_anchors,
     check_positive,
     find_engine,
     load_anchors,
     parse_choice,
     parse_laws,
+    parse_modes,
     split_list,
 )
 from energylens.cli.output import EXIT_INFEASIBLE, fail, show
 from energylens.errors import SpecError
-from energylens.spec.system import Config, Mode, Parallelism, Phase, Workload
+from energylens.spec.system import Config, Phase, Workload
 
 if TYPE_CHECKING:
+    from energylens.api import Setting
     from energylens.serving import Traffic
-    from energylens.spec.model import Spec
-    from energylens.spec.system import Device as DeviceSheet
-    from energylens.spec.system import Engine as EngineProfile
 
 
 def predict(
@@ -60,6 +59,13 @@ def predict(
     tp: Annotated[int | None, typer.Option(help="Tensor parallel degree.")] = None,
     ep: Annotated[int, typer.Option(help="Expert parallel degree; adds no GPUs.")] = 1,
     pp: Annotated[int | None, typer.Option(help="Pipeline parallel degree.")] = None,
+    microbatches: Annotated[
+        int | None,
+        typer.Option(
+            help="Parts of the batch in the stages of --pp at a time [one for each step of the "
+            "prefill, --pp at most]."
+        ),
+    ] = None,
     dp: Annotated[int | None, typer.Option(help="Attention data parallel degree.")] = None,
     replicas: Annotated[int | None, typer.Option(help="Independent copies.")] = None,
     gpus: Annotated[
@@ -113,7 +119,8 @@ def predict(
     as_json: Json = False,
 ) -> None:
     """Latency and energy of one configuration, or of a service under traffic (--rate)."""
-    from energylens.predict import Catalogue, predict
+    from energylens import api
+    from energylens.predict import Catalogue
     from energylens.report import infeasible_document, prediction_document, prediction_table
     from energylens.results import Infeasible
 
@@ -134,58 +141,53 @@ def predict(
             "--batch": batch != 1,
             "--context-len": context_len is not None,
             "--mode": bool(mode),
+            "--microbatches": microbatches is not None,
             "--without": without is not None,
         },
     )
     catalogue = Catalogue(bundle_files=tuple(bundle or ()))
-    workload = Workload(
-        batch=batch,
-        prompt_len=prompt_len,
-        gen_len=gen_len,
-        context_len=check_positive("--context-len", context_len),
+    degrees = api.parallelism(gpus=gpus, tp=tp, ep=ep, pp=pp, dp=dp, replicas=replicas)
+    named = api.setting(
+        spec,
+        device=device,
+        engine=find_engine(catalogue, engine, f"energylens predict {spec}"),
+        anchors=load_anchors(anchor),
+        catalogue=catalogue,
     )
-    parallelism = _parallelism(gpus=gpus, tp=tp, ep=ep, pp=pp, dp=dp, replicas=replicas)
-    model, profile, board = (
-        catalogue.spec(spec),
-        find_engine(catalogue, engine, f"energylens predict {spec}"),
-        catalogue.device(device),
-    )
-    anchors = load_anchors(anchor)
-    check_anchors(anchors, board.name)
-    config = Config(
-        parallelism=parallelism,
-        modes=_modes(mode or []),
-        power_limit_w=check_positive("--power-limit", power_limit),
-        routing=routing,
-        redundant_experts=redundant_experts,
-    )
-    bundles, link = catalogue.bundles(board, profile), catalogue.link(board, parallelism.gpus)
+    watts = check_positive("--power-limit", power_limit)
     if traffic is not None:
         _serve(
-            model,
+            named,
             traffic,
             (max_batch_tokens, max_num_seqs),
             steady_state=steady_state,
             as_json=as_json,
-            engine=profile,
-            device=board,
-            config=config,
-            bundles=bundles,
-            anchors=anchors,
-            link=link,
+            config=Config(
+                parallelism=degrees,
+                power_limit_w=watts,
+                routing=routing,
+                redundant_experts=redundant_experts,
+            ),
         )
         return
-    result = predict(
-        model,
-        engine=profile,
-        device=board,
-        config=config,
-        workload=workload,
-        bundles=bundles,
-        anchors=anchors,
+    result = api.predict(
+        named.spec,
+        device=named.device,
+        engine=named.engine,
+        **asdict(degrees),
+        batch=batch,
+        prompt_len=prompt_len,
+        gen_len=gen_len,
+        context_len=check_positive("--context-len", context_len),
         phases=_phases(phase),
+        modes=parse_modes(mode or []),
+        power_limit_w=watts,
+        routing=routing,
+        redundant_experts=redundant_experts,
+        microbatches=microbatches,
         without=parse_laws(without),
-        link=link,
+        anchors=named.anchors,
+        catalogue=catalogue,
     )
     if not isinstance(result, Infeasible):
         show(prediction_document(result) if as_json else prediction_table(result))
@@ -194,11 +196,13 @@ def predict(
         show(
             infeasible_document(
                 result,
-                spec=model.name,
-                device=board.name,
-                engine=profile.name,
-                parallelism=parallelism,
-                workload=workload,
+                spec=named.spec.name,
+                device=named.device.name,
+                engine=named.engine.name,
+                parallelism=degrees,
+                workload=Workload(
+                    batch=batch, prompt_len=prompt_len, gen_len=gen_len, context_len=context_len
+                ),
             )
         )
     raise typer.Exit(fail("infeasible", result.reason, EXIT_INFEASIBLE))
@@ -242,15 +246,13 @@ def _traffic(
 
 
 def _serve(
-    model: Spec,
+    named: Setting,
     traffic: Traffic,
     limits: tuple[int | None, int | None],
     *,
     as_json: bool,
-    engine: EngineProfile,
-    device: DeviceSheet,
+    steady_state: bool,
     config: Config,
-    **rest: Any,
 ) -> None:
     """Simulate a service and show what comes out."""
     from energylens.report import serving_document, serving_infeasible_document, serving_table
@@ -258,13 +260,16 @@ def _serve(
     from energylens.serving import Limits, serve
 
     result = serve(
-        model,
+        named.spec,
         traffic=traffic,
         limits=Limits(batch_tokens=limits[0], max_sequences=limits[1]),
-        engine=engine,
-        device=device,
+        steady_state=steady_state,
+        engine=named.engine,
+        device=named.device,
         config=config,
-        **rest,
+        bundles=named.bundles,
+        anchors=named.anchors,
+        link=named.link(config.parallelism.gpus),
     )
     if not isinstance(result, Infeasible):
         show(serving_document(result) if as_json else serving_table(result))
@@ -273,9 +278,9 @@ def _serve(
         show(
             serving_infeasible_document(
                 result,
-                spec=model.name,
-                device=device.name,
-                engine=engine.name,
+                spec=named.spec.name,
+                device=named.device.name,
+                engine=named.engine.name,
                 parallelism=config.parallelism,
             )
         )
@@ -288,40 +293,3 @@ def _phases(text: str) -> tuple[Phase, ...]:
     if not chosen:
         raise SpecError(f"--phase: {text!r} names no phase; allowed: {', '.join(allowed)}")
     return tuple(phase for phase in Phase if phase in chosen)
-
-
-def _modes(texts: Sequence[str]) -> dict[Phase, Mode]:
-    """``[PHASE=]MODE`` of each text; a mode alone is for both phases, a CUDA graph for decode."""
-    phases = {phase.value: phase for phase in (Phase.PREFILL, Phase.DECODE)}
-    modes: dict[Phase, Mode] = {}
-    for text in texts:
-        name, _, value = text.rpartition("=")
-        mode = parse_choice("--mode", value, {m.value: m for m in Mode})
-        if name:
-            modes[parse_choice("--mode", name, phases)] = mode
-        else:
-            both = (Phase.DECODE,) if mode is Mode.CUDA_GRAPH else (Phase.PREFILL, Phase.DECODE)
-            modes.update(dict.fromkeys(both, mode))
-    return modes
-
-
-def _parallelism(
-    *,
-    gpus: int | None,
-    tp: int | None,
-    ep: int,
-    pp: int | None,
-    dp: int | None,
-    replicas: int | None,
-) -> Parallelism:
-    given = {"tp": tp, "pp": pp, "dp": dp, "replicas": replicas}
-    degrees = {name: n for name, n in given.items() if n is not None}
-    if gpus is not None and not degrees:
-        degrees = {"tp": gpus}
-    parallelism = Parallelism(ep=ep, **degrees)
-    if gpus is not None and gpus != parallelism.gpus:
-        raise SpecError(
-            f"--gpus is {gpus}, but replicas x dp x tp x pp = {parallelism.gpus}; "
-            "change one of them, or give --gpus alone"
-        )
-    return parallelism

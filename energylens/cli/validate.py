@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -17,17 +14,12 @@ from energylens.cli.options import (
     Bundles,
     Json,
     Without,
-    check_anchors,
     load_anchors,
     parse_laws,
     split_list,
 )
 from energylens.cli.output import EXIT_INFEASIBLE, EXIT_INVALID, check_output, fail, show
 from energylens.errors import SpecError
-
-if TYPE_CHECKING:
-    from energylens.predict import Catalogue
-    from energylens.results import Anchors, Measurement
 
 
 def validate(
@@ -77,9 +69,8 @@ def validate(
         return
     if tolerance_pct is not None:
         raise SpecError("--tolerance-pct: is about --baseline OLD.json; give both or none")
+    from energylens import api
     from energylens.files import write_atomically
-    from energylens.predict import Catalogue, predict_measurement
-    from energylens.profiler.trace import LAWS_OFF
     from energylens.report import (
         figure,
         validation_document,
@@ -87,29 +78,18 @@ def validate(
         validation_plot,
         validation_table,
     )
-    from energylens.truth import read_measurements
-    from energylens.validate import Predict, validate
 
     check_output("--report", report, (".md",))
     check_output("--plot", plot, (".png", ".svg", ".pdf"))
     if plot is not None:
         figure()
-    catalogue, laws = Catalogue(bundle_files=tuple(bundle or ())), parse_laws(without)
-    measurements, anchors = read_measurements(truth), load_anchors(anchor)
-    for device in _known_devices(measurements, catalogue):
-        check_anchors(anchors, device)
-
-    def predicting(laws: frozenset[str]) -> Predict:
-        return lambda m, anchors: predict_measurement(
-            m, anchors=anchors, without=laws, catalogue=catalogue
-        )
-
-    result = validate(
-        [_with_anchors(m, anchors) for m in measurements],
-        predicting(laws),
-        predict_kernels=predicting(laws | LAWS_OFF),
+    result = api.validate(
+        truth,
         by=split_list(by),
         ignore_anchors=ignore_anchors,
+        without=parse_laws(without),
+        anchors=load_anchors(anchor),
+        bundles=bundle or (),
     )
     if plot is not None:
         validation_plot(result, plot)
@@ -140,19 +120,3 @@ def _against_baseline(
     if found.incomplete:
         what = "no verdict on all that the baseline holds; its reasons are above"
         raise typer.Exit(fail("incomplete", what, EXIT_INVALID))
-
-
-def _known_devices(measurements: Iterable[Measurement], catalogue: Catalogue) -> Iterator[str]:
-    """Devices of the rows; those of an unknown one are told with their reason instead."""
-    for name in dict.fromkeys(m.device for m in measurements):
-        with suppress(SpecError):
-            yield catalogue.device(name).name
-
-
-def _with_anchors(measurement: Measurement, given: Anchors | None) -> Measurement:
-    """The row with the given boards and host where it holds none of its own."""
-    own = measurement.anchors
-    if given is None or own is None:
-        return replace(measurement, anchors=own or given)
-    merged = replace(own, boards=own.boards or given.boards, host=own.host or given.host)
-    return replace(measurement, anchors=merged)

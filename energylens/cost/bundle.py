@@ -84,8 +84,12 @@ class StepHost:
 
     def total_s(self, shape: StepShape) -> float:
         """Seconds of one step."""
+        return self._formed_s(shape) + self.launched_s(shape)
+
+    def launched_s(self, shape: StepShape) -> float:
+        """Seconds of them in which layers are launched: each pipeline stage launches its own."""
         launched = self.layer_s * shape.layers + self.expert_layer_s * shape.expert_layers
-        return self._formed_s(shape) + (0.0 if shape.is_captured else launched)
+        return 0.0 if shape.is_captured else launched
 
     def layers_rel_se(self, shape: StepShape) -> float:
         """Relative standard error of the total that comes from the times of layers."""

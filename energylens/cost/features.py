@@ -98,10 +98,16 @@ _LAUNCHES: Mapping[str, int] = {
     "hf_repeat_kv": 2,
     "hf_prepare": 10,
     "attention_decode_masked": 2,
+    # Router, sort, masks, two grouped products, the way back (transformers' integrations/moe.py).
+    "hf_moe": 33,
 }
 
 _PASSES: Mapping[str, float] = {"hf_rmsnorm": 8.0, "hf_rope": 5.0, "hf_silu_mul": 5 / 3}
-"""Eager modules write their intermediates: nominal device memory traffic over the least traffic."""
+"""Eager modules write their intermediates: nominal device memory traffic over the least traffic.
+
+Experts do so with their pairs: gathered, masked, multiplied out, masked, gated, multiplied in,
+masked, weighted and sorted back, they are read and written twelve times in all.
+"""
 
 
 def prior(op: Op, device: Device) -> Prior:
@@ -114,6 +120,11 @@ def prior(op: Op, device: Device) -> Prior:
     compute = op.flops / (COMPUTE_EFFICIENCY * peak) if op.kernel in _MATRIX else 0.0
     memory = moved / (MEMORY_EFFICIENCY * device.memory_bandwidth_bytes_s)
     overlapped = memory
+    if op.kernel == "hf_moe":
+        s = op.sizes
+        passes = 12 * (s["width"] + s["hidden"]) - 2 * (s["width"] + 3 * s["hidden"])
+        more = s["tokens"] * s["topk"] * passes * bytes_per_value(op.dtype)
+        memory += more / (MEMORY_EFFICIENCY * device.memory_bandwidth_bytes_s)
     if op.kernel == "vllm_moe":  # its activation and sum are kernels of their own
         s = op.sizes
         weights = 3 * s["active"] * s["width"] * s["hidden"] * bytes_per_value(op.dtype)
@@ -333,6 +344,14 @@ def _moe(op: Op, device: Device) -> list[float]:
     return _log2(s["tokens"], rows, active, skew, s["width"], s["hidden"])
 
 
+def _hf_moe(op: Op, device: Device) -> list[float]:
+    # Shares instead of counts: what a worker's part of the pairs changes, the prior knows.
+    s = op.sizes
+    rows, active = max(s["rows"], 1.0), max(s["active"], 1.0)
+    own, skew = rows / (s["tokens"] * s["topk"]), max(s["largest"] * active / rows, 1.0)
+    return _log2(s["tokens"], own, active / s["experts"], skew, s["width"], s["hidden"])
+
+
 def _plain(op: Op, device: Device) -> list[float]:
     return _log2(*op.shape)
 
@@ -357,7 +376,7 @@ _FEATURES: Mapping[str, tuple[tuple[str, ...], Callable[[Op, Device], list[float
     "hf_kv_concat": (("context", "width", "growth"), _kv_concat),
     "hf_repeat_kv": (("context", "width", "group", "aligned"), _repeat_kv),
     "hf_prepare": (("new", "batch", "context"), _prepare),
-    "hf_moe": (_MOE_FEATURES, _moe),
+    "hf_moe": (("tokens", "own", "active", "skew", "width", "hidden"), _hf_moe),
     "vllm_moe": (_MOE_FEATURES, _moe),
 }
 

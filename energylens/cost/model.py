@@ -29,7 +29,7 @@ UNVARIED_REL_SE = 0.1  # of an op that differs in a size that no calibrated poin
 # Latency and energy of a collective over another number of workers than was measured: by the
 # published ratio of latencies, and without one.
 PUBLISHED_WORKERS_REL_SE, UNKNOWN_WORKERS_REL_SE = (0.15, 0.25), (0.5, 0.5)
-STAND_IN: Mapping[str, str] = {"vllm_all_reduce": "all_reduce"}
+STAND_IN: Mapping[str, str] = {"vllm_all_reduce": "all_reduce", "send": "all_gather"}
 """Kernel -> the one that it is priced as where it was not calibrated itself."""
 STAND_IN_REL_SE = 0.3
 HANDOVER_BYTES = 8 * 2**20
@@ -142,6 +142,14 @@ class KernelModel:
         return out
 
 
+def _standing_in(op: Op) -> Op:
+    """The op that is priced in the place of one whose kernel was not calibrated."""
+    values, workers = op.shape
+    if op.kernel == "send":  # in an all-gather of two, each sends half of the result
+        values *= workers
+    return replace(op, kernel=STAND_IN[op.kernel], shape=(values, workers))
+
+
 def _rel_se(sd: float, held_out: float, source: Source) -> float:
     """The regressor's own spread; away from measured shapes at least the held-out error."""
     return float(sd) if source is Source.MEASURED else max(float(sd), held_out)
@@ -212,7 +220,7 @@ class CostModelSet(AbstractCostModel):
         model = self.kernels.get(ops[0].kernel)
         other = STAND_IN.get(ops[0].kernel, "")
         if model is None and other in self.kernels:
-            costs = self._group_costs([replace(op, kernel=other) for op in ops])
+            costs = self._group_costs([_standing_in(op) for op in ops])
             return [self._stood_in(op, cost) for op, cost in zip(ops, costs, strict=True)]
         if model is None or ops[0].dtype not in model.dtypes:
             return self._transferred(ops)
@@ -249,11 +257,15 @@ class CostModelSet(AbstractCostModel):
         )
 
     def _stood_in(self, op: Op, cost: Cost) -> Cost:
-        """The cost of vLLM's own all-reduce from that of NCCL's, to which it hands over."""
-        if op.bytes_read >= HANDOVER_BYTES:
+        """The cost of vLLM's own all-reduce from that of NCCL's, to which it hands over.
+
+        Or that of sending one way from that of two workers that send each other as much.
+        """
+        is_own = op.kernel == "vllm_all_reduce"
+        if is_own and op.bytes_read >= HANDOVER_BYTES:
             return cost
         ratio, table = 1.0, self.one_shot
-        if table is not None:
+        if is_own and table is not None:
             # Beyond the largest published size, time grows with the size as NCCL's does.
             largest = min(op.shape[0], table.values[-1])
             workers = int(op.sizes["workers"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from energylens.cost.features import COLLECTIVE_S, prior, shares
 from energylens.graph import Op
 from energylens.results import Cost, Source
@@ -37,12 +39,13 @@ def roofline(op: Op, device: Device, link: Link | None = None) -> Cost:
     )
 
 
-BUS_FACTOR = {
+BUS_FACTOR: Mapping[str, Callable[[float], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,
     "all_to_all": lambda n: (n - 1) / n,
     "vllm_all_reduce": lambda n: 2 * (n - 1) / n,
+    "send": lambda n: 1.0,
 }
 """Traffic per worker over the size of the result, as nccl-tests define bus bandwidth."""
 

@@ -9,6 +9,7 @@ the best numbers known.
 """
 
 from energylens.explore.front import OBJECTIVES, TABLE_ERROR, pareto
+from energylens.explore.prices import Prices
 from energylens.explore.search import DEFAULT_OBJECTIVES, Constraints, SearchSpace, explore
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "OBJECTIVES",
     "TABLE_ERROR",
     "Constraints",
+    "Prices",
     "SearchSpace",
     "explore",
     "pareto",

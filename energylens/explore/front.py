@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from energylens.results import Infeasible, Prediction, ScoredConfig
+from energylens.explore.prices import Prices
+from energylens.results import Infeasible, Pool, Prediction, ScoredConfig
 from energylens.spec.system import Parallelism, Phase
 
 Array = NDArray[np.float64]
@@ -26,6 +27,10 @@ OBJECTIVES: Mapping[str, tuple[str, int]] = MappingProxyType(
         "throughput": ("throughput_tokens_s", -1),
         "throughput_per_gpu": ("throughput_per_gpu_tokens_s", -1),
         "gpus": ("gpus", 1),
+        "cost_per_token": ("cost_per_million_tokens", 1),
+        "cost_per_request": ("cost_per_request", 1),
+        "carbon_per_token": ("carbon_per_million_tokens_g", 1),
+        "carbon_per_request": ("carbon_per_request_g", 1),
     }
 )
 """Objective -> the value that it looks at, and 1 where less is better, -1 where more is."""
@@ -94,14 +99,14 @@ class Choice:
     objectives: tuple[str, ...]
     constraints: Mapping[str, float]
     limit: int
+    prices: Prices = Prices()
     exact: dict[int, Prediction | Infeasible] = field(default_factory=dict)
 
     @property
     def costs(self) -> Array:
         """Logarithms of the objectives, [rows, objectives]; less is better, equal is a tie."""
         columns = [OBJECTIVES[name] for name in self.objectives]
-        logs = np.column_stack([sign * np.log(self.table.values[v]) for v, sign in columns])
-        return logs.round(_TIE_DECIMALS)
+        return _logs([(self.table.values[v], sign) for v, sign in columns])
 
     @property
     def excess(self) -> Array:
@@ -182,73 +187,87 @@ class Choice:
         return picked
 
 
-def scored_configs(chosen: Choice, gpus: int) -> tuple[ScoredConfig, ...]:
+def scored_configs(chosen: Choice, pool: Pool) -> tuple[ScoredConfig, ...]:
     """All rows that run, with their places."""
-    table, costs, front, meets = chosen.table, chosen.costs, chosen.front, chosen.meets
-    rows = np.flatnonzero(meets)
-    ranks = np.zeros(len(meets), dtype=np.int64)
-    ranks[rows[np.lexsort(costs[rows].T[::-1])]] = np.arange(1, len(rows) + 1)
-    on_front = np.isin(np.arange(len(meets)), front)
-    dominators = np.full(len(meets), -1)
-    dominators[rows] = _dominators(costs[rows], costs[front])
-    excess, constraints = chosen.excess, tuple(chosen.constraints)
+    table, excess, constraints = chosen.table, chosen.excess, tuple(chosen.constraints)
     names = list(table.values)
     values = np.column_stack([table.values[n] for n in names]).tolist()
-    ids = [
-        f"{degrees(table.parallelism[layout]).replace(', ', '-').replace('=', '')}-b{batch}"
-        for layout, batch in zip(table.layout, table.batch.tolist(), strict=True)
-    ]
-    marks = _marks(chosen)
     configs = []
     for i in np.flatnonzero(table.runs).tolist():
         found = chosen.exact.get(i)
         prediction = found if isinstance(found, Prediction) else None
-        parallelism = table.parallelism[table.layout[i]]
-        best_of, tied_on = marks.get(i, ((), ()))
+        exact = exact_values(prediction, chosen.prices) if prediction else {}
+        parallelism, batch = table.parallelism[table.layout[i]], int(table.batch[i])
         configs.append(
             ScoredConfig(
-                id=ids[i],
+                id=config_id(parallelism, pool.gpus, batch),
                 parallelism=parallelism,
-                batch=int(table.batch[i]),
-                unused_gpus=gpus - parallelism.gpus,
+                batch=batch,
+                pool=pool,
                 values=MappingProxyType(dict(zip(names, values[i], strict=True))),
-                intervals=MappingProxyType(
-                    {n: (lo, hi) for n, (_, lo, hi) in exact_values(prediction).items()}
-                    if prediction
-                    else {}
-                ),
+                intervals=MappingProxyType({n: (lo, hi) for n, (_, lo, hi) in exact.items()}),
                 exact=prediction is not None,
                 filtered_by=tuple(n for j, n in enumerate(constraints) if excess[i, j] > 0),
-                on_frontier=bool(on_front[i]),
-                rank=int(ranks[i]) or None,
-                dominated_by=ids[front[dominators[i]]] if dominators[i] >= 0 else None,
-                best_of=best_of,
-                tied_on=tied_on,
                 prediction=prediction,
             )
         )
-    return tuple(configs)
+    return placed(configs, chosen.objectives)
 
 
-def _marks(chosen: Choice) -> dict[int, tuple[tuple[str, ...], tuple[str, ...]]]:
+def config_id(parallelism: Parallelism, gpus: int, batch: int) -> str:
+    """``tp2-ep1-dp1-b8``; with ``-x3`` where there might be more replicas."""
+    layout = parallelism.layout.replace(", ", "-").replace("=", "")
+    most = gpus // (parallelism.gpus // parallelism.replicas)
+    fewer = f"-x{parallelism.replicas}" if parallelism.replicas < most else ""
+    return f"{layout}{fewer}-b{batch}"
+
+
+def placed(configs: Sequence[ScoredConfig], objectives: Sequence[str]) -> tuple[ScoredConfig, ...]:
+    """The configurations with their places among those that meet the constraints."""
+    columns = [OBJECTIVES[name] for name in objectives]
+    costs = _logs([([c.values[v] for c in configs], sign) for v, sign in columns])
+    rows = np.flatnonzero([not c.filtered_by for c in configs])
+    ranks = np.zeros(len(configs), dtype=np.int64)
+    ranks[rows[np.lexsort(costs[rows].T[::-1])]] = np.arange(1, len(rows) + 1)
+    front = rows[pareto(costs[rows])]
+    front = front[np.lexsort(costs[front].T[::-1])]
+    dominators = np.full(len(configs), -1)
+    dominators[rows] = _dominators(costs[rows], costs[front])
+    on_front = np.isin(np.arange(len(configs)), front)
+    marks = _marks(configs, [row for row in rows.tolist() if configs[row].exact], costs, objectives)
+    return tuple(
+        replace(
+            c,
+            on_frontier=bool(on_front[i]),
+            rank=int(ranks[i]) or None,
+            dominated_by=configs[front[dominators[i]]].id if dominators[i] >= 0 else None,
+            best_of=marks[i][0] if i in marks else (),
+            tied_on=marks[i][1] if i in marks else (),
+        )
+        for i, c in enumerate(configs)
+    )
+
+
+def _logs(columns: Sequence[tuple[ArrayLike, int]]) -> Array:
+    """Logarithms of values, [rows, columns]; less is better, equal is a tie."""
+    return np.column_stack([sign * np.log(v) for v, sign in columns]).round(_TIE_DECIMALS)
+
+
+def _marks(
+    configs: Sequence[ScoredConfig], exact: Sequence[int], costs: Array, objectives: Sequence[str]
+) -> dict[int, tuple[tuple[str, ...], tuple[str, ...]]]:
     """Row -> objectives by which it is the best of the exact ones, and by which it ties with it."""
-    costs = chosen.costs
-    values = {
-        row: exact_values(p)
-        for row in chosen.known
-        if isinstance(p := chosen.exact[row], Prediction)
-    }
-    best: dict[int, list[str]] = {row: [] for row in values}
-    tied: dict[int, list[str]] = {row: [] for row in values}
-    for j, name in enumerate(chosen.objectives if values else ()):
-        winner = min(values, key=lambda row: _by_one(costs, row, j))
+    best: dict[int, list[str]] = {row: [] for row in exact}
+    tied: dict[int, list[str]] = {row: [] for row in exact}
+    for j, name in enumerate(objectives if exact else ()):
+        winner = min(exact, key=lambda row: _by_one(costs, row, j))
         best[winner].append(name)
-        _, low, high = values[winner][OBJECTIVES[name][0]]
-        for row, own in values.items():
-            _, own_low, own_high = own[OBJECTIVES[name][0]]
+        low, high = configs[winner].intervals[OBJECTIVES[name][0]]
+        for row in exact:
+            own_low, own_high = configs[row].intervals[OBJECTIVES[name][0]]
             if row != winner and own_low <= high and low <= own_high:
                 tied[row].append(name)
-    return {row: (tuple(best[row]), tuple(tied[row])) for row in values}
+    return {row: (tuple(best[row]), tuple(tied[row])) for row in exact}
 
 
 def _by_one(costs: Array, row: int, j: int) -> tuple[float, ...]:
@@ -256,7 +275,7 @@ def _by_one(costs: Array, row: int, j: int) -> tuple[float, ...]:
     return (float(costs[row, j]), *costs[row].tolist(), row)
 
 
-def exact_values(p: Prediction) -> dict[str, tuple[float, float, float]]:
+def exact_values(p: Prediction, prices: Prices = Prices()) -> dict[str, tuple[float, float, float]]:
     """Value and interval ends by name, as the first stage names them."""
     prefill, decode, request = (p.phases[phase] for phase in Phase)
     replicas, batch, gpus = p.parallelism.replicas, p.workload.batch, p.parallelism.gpus
@@ -274,6 +293,8 @@ def exact_values(p: Prediction) -> dict[str, tuple[float, float, float]]:
     watts = [phase.mean_power_w * gpus for phase in (prefill, decode)]
     found["total_power_w"] = (max(watts),) * 3
     found["gpus"] = (float(gpus),) * 3
+    first, middle, last = (gpus * seconds / sequences for seconds in found["ttlt_s"])
+    found["gpu_s_per_request"] = first, middle, last
     if p.workload.gen_len > 1:
         # A request is its prefill and its decode steps, and so are the ends of its interval.
         ttft, ttlt = found["ttft_s"], found["ttlt_s"]
@@ -284,9 +305,6 @@ def exact_values(p: Prediction) -> dict[str, tuple[float, float, float]]:
         rates = sequences / tpot_s, sequences / high, sequences / low
         found["throughput_tokens_s"] = rates
         found["throughput_per_gpu_tokens_s"] = rates[0] / gpus, rates[1] / gpus, rates[2] / gpus
-    return found
-
-
-def degrees(parallelism: Parallelism) -> str:
-    """``tp=2, ep=1, dp=1``."""
-    return f"tp={parallelism.tp}, ep={parallelism.ep}, dp={parallelism.dp}"
+        found["gpu_s_per_token"] = gpus / rates[0], gpus / rates[2], gpus / rates[1]
+    costs = prices.values({name: np.array(ends) for name, ends in found.items()})
+    return found | {name: tuple(ends.tolist()) for name, ends in costs.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -12,32 +12,40 @@ import numpy as np
 from numpy.typing import NDArray
 
 from energylens.cost.bundle import Bundle, select
+from energylens.cost.model import Key
+from energylens.cost.roofline import LINK_EFFICIENCY
 from energylens.errors import OutOfRangeError, SpecError
+from energylens.explore.disaggregate import NOTE, Disaggregation, Found
 from energylens.explore.front import (
     LIMITED,
     OBJECTIVES,
     TABLE_ERROR,
     Choice,
     Table,
-    degrees,
     exact_values,
+    placed,
     scored_configs,
 )
 from energylens.explore.layout import Layout
-from energylens.lower import Lowered, lower, memory, valid_tp
-from energylens.predict import machine, predict
+from energylens.explore.prices import Prices
+from energylens.lower import Lowered, fullest, lower, staged, valid_tp
+from energylens.machine import Machine, StepSums, machine
+from energylens.predict import predict
 from energylens.results import (
     Anchors,
+    ContextPoint,
     Frontier,
     Infeasible,
     Memory,
+    Pool,
     Prediction,
+    ScoredConfig,
     SearchCounts,
     Source,
 )
 from energylens.schedule import LEVEL
 from energylens.spec.model import Spec
-from energylens.spec.system import Config, Device, Engine, Link, Parallelism, Workload
+from energylens.spec.system import Config, Device, Engine, Link, Parallelism, Phase, Workload
 from energylens.units import BYTES_PER_GB
 
 Array = NDArray[np.float64]
@@ -48,13 +56,24 @@ DEFAULT_OBJECTIVES = ("energy_per_token", "tpot")
 first of them, and would only thicken the front."""
 
 
+# Of the mean power over what the governor holds: rows above are at the lowest clock, whatever the
+# table's error is; what is close to it is for the exact prediction to say.
+_ABOVE_CAP = 0.01
+_OF_ALL_REPLICAS = ("total_power_w", "gpus", "throughput_tokens_s")
+
+_IN_FLIGHT = (
+    "layouts with pp: as many parts of the batch in flight as there are stages, as vLLM schedules "
+    "requests that keep coming; it runs a batch that comes at once in fewer parts, and slower"
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSpace:
     """What to try; ``None`` stands for every degree that the model and the engine allow.
 
     Attributes:
         batches: sequences of a replica.
-        tp, ep, dp: degrees; by default ep is 1 or all workers of a layout, which is what engines
+        tp, ep, dp, pp: degrees; by default ep is 1 or all workers of a stage, which is what engines
             launch.
     """
 
@@ -62,24 +81,27 @@ class SearchSpace:
     tp: tuple[int, ...] | None = None
     ep: tuple[int, ...] | None = None
     dp: tuple[int, ...] | None = None
+    pp: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batches", "tp", "ep", "dp"):
+        for name in ("batches", "tp", "ep", "dp", "pp"):
             given = getattr(self, name)
             if given is not None and (not given or min(given) < 1):
                 raise OutOfRangeError(
                     f"{name}: every value must be at least 1, not {min(given, default='none')}"
                 )
 
-    def layouts(self, spec: Spec, engine: Engine, gpus: int) -> Iterator[tuple[int, int, int]]:
-        """(tp, ep, dp) of each layout to try, the given degrees as they are, ascending."""
+    def layouts(self, spec: Spec, engine: Engine, gpus: int) -> Iterator[tuple[int, int, int, int]]:
+        """(tp, ep, dp, pp) of each layout to try, the given degrees as they are, ascending."""
         data_parallel = spec.moe is not None and engine.dp_dispatch
         for tp in sorted(set(self.tp or (n for n in valid_tp(spec) if n <= gpus))):
             most_dp = max(1, gpus // tp) if data_parallel else 1
             for dp in sorted(set(self.dp or range(1, most_dp + 1))):
                 whole = {1, tp * dp} if spec.moe is not None else {1}
+                most_pp = max(1, gpus // (tp * dp)) if engine.pipeline_tensors else 1
                 for ep in sorted(set(self.ep or whole)):
-                    yield tp, ep, dp
+                    for pp in sorted(set(self.pp or range(1, most_pp + 1))):
+                        yield tp, ep, dp, pp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +133,10 @@ def explore(
     space: SearchSpace = SearchSpace(),
     constraints: Constraints = Constraints(),
     objectives: Sequence[str] = DEFAULT_OBJECTIVES,
+    prices: Prices = Prices(),
     exact: int = 20,
+    contexts: Sequence[int] = (),
+    disaggregate: bool = False,
     power_limit_w: float | None = None,
     routing: str | None = None,
     bundles: Sequence[Bundle] = (),
@@ -130,8 +155,11 @@ def explore(
         space: what to try.
         constraints: what to keep.
         objectives: of `OBJECTIVES`; the first one ranks.
+        prices: what objectives of cost and carbon stand on.
         exact: most configurations to predict exactly. Where more are candidates for the front,
             these are the best by each objective and others spread evenly along it.
+        contexts: at which a decode step of the exactly predicted part of the front is priced, too.
+        disaggregate: try pairs of layouts, too, of which one prefills and the other one decodes.
         power_limit_w: of each board, the calibration's by default.
         routing: how tokens choose experts, the spec's own way by default.
         bundles: calibrations, as for `energylens.predict.predict`.
@@ -147,12 +175,13 @@ def explore(
         OutOfRangeError: a number cannot be.
     """
     _check(gpus, gen_len, exact, objectives, constraints)
+    prices.check(objectives)
     if power_limit_w is not None and power_limit_w > device.power_limit_w:
         raise SpecError(
             f"a power limit of {power_limit_w:g} W: {device.name} allows up to "
             f"{device.power_limit_w:g} W"
         )
-    search = _Search(
+    search = Search(
         spec=spec,
         engine=engine.on(device),
         device=device,
@@ -160,6 +189,10 @@ def explore(
         workload=Workload(prompt_len=prompt_len, gen_len=gen_len),
         space=space,
         config=Config(power_limit_w=power_limit_w, routing=routing),
+        prices=prices,
+        contexts=tuple(contexts),
+        max_power_w=constraints.max_power_w or np.inf,
+        any_replicas="gpus" in objectives,
         bundles=tuple(bundles),
         anchors=anchors,
         link=link,
@@ -168,12 +201,17 @@ def explore(
     if table is None:
         return Infeasible(reason=search.nothing_runs(nearest), memory=nearest)
     chosen = Choice(
-        table=table, objectives=tuple(objectives), constraints=constraints.given(), limit=exact
+        table=table,
+        objectives=tuple(objectives),
+        constraints=constraints.given(),
+        limit=exact,
+        prices=prices,
     )
     search.refine(chosen)
-    if not chosen.known:
+    pairs = Disaggregation(search, chosen).found(search.pool) if disaggregate else Found()
+    if not chosen.known and not pairs.configs:
         return Infeasible(reason=search.nothing_meets(chosen))
-    return search.frontier(chosen)
+    return search.frontier(chosen, pairs)
 
 
 def _check(
@@ -185,9 +223,9 @@ def _check(
     unknown = [name for name in objectives if name not in OBJECTIVES]
     if unknown or not objectives:
         raise SpecError(
-            f"objective: unknown {unknown[0]!r}; allowed: {', '.join(OBJECTIVES)}"
+            f"--objective: unknown {unknown[0]!r}; allowed: {', '.join(OBJECTIVES)}"
             if unknown
-            else f"objective: none given; allowed: {', '.join(OBJECTIVES)}"
+            else f"--objective: none given; allowed: {', '.join(OBJECTIVES)}"
         )
     for name, limit in constraints.given().items():
         if not 0 < limit < float("inf"):
@@ -195,17 +233,20 @@ def _check(
     if gen_len < 2:
         values = [OBJECTIVES[o][0] for o in objectives]
         values += [LIMITED[c][0] for c in constraints.given()]
-        if any(v == "tpot_s" or v.startswith("throughput") for v in values):
+        if any(v.startswith(("tpot", "throughput", "cost_per_million")) for v in values):
             raise SpecError(
-                f"gen_len {gen_len}: no token follows the first, so there is no TPOT and no "
-                "throughput; raise it to 2 or more, or choose other objectives and constraints, "
-                "e.g. energy_per_prompt and ttft"
+                f"--gen-len {gen_len}: no token follows the first, so there is no TPOT, no cost of "
+                "a token and no throughput; raise it to 2 or more, or choose other objectives and "
+                "constraints, e.g. energy_per_prompt and ttft"
             )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Search:
-    """A model, what it may run on, and what was counted on the way."""
+class Search:
+    """A model, what it may run on, and what was counted on the way.
+
+    There are as many replicas as ``max_power_w`` allows, with ``any_replicas`` fewer ones, too.
+    """
 
     spec: Spec
     engine: Engine
@@ -214,6 +255,10 @@ class _Search:
     workload: Workload
     space: SearchSpace
     config: Config
+    prices: Prices
+    contexts: tuple[int, ...]
+    max_power_w: float
+    any_replicas: bool
     bundles: tuple[Bundle, ...]
     anchors: Anchors | None
     link: Link | None
@@ -227,34 +272,37 @@ class _Search:
         """All that fits, or None; and the memory of what comes closest to fitting."""
         parts: list[tuple[Parallelism, IntArray, dict[str, Array]]] = []
         nearest: Memory | None = None
-        bundle = select(self.bundles, self.device.name, self.engine.provider)
-        for lowered, parallelism in self._lowered():
-            held = memory(lowered, self._workload(int(self._batches[0])), self.device)
-            count = self._fitting(lowered)
-            if nearest is None or _overflow(held) < _overflow(nearest):
-                nearest = held
+        for stages, sums, parallelism in self._lowered():
+            count = self._fitting(stages)
+            if not count:
+                held = fullest(stages, self._workload(int(self._batches[0])), self.device)
+                nearest = min(nearest or held, held, key=_overflow)
             if count < len(self._batches):
                 most = f"batches above {self._batches[count - 1]}" if count else "any batch"
-                self.infeasible[f"memory: {degrees(parallelism)} at {most}"] += (
+                self.infeasible[f"memory: {parallelism.layout} at {most}"] += (
                     len(self._batches) - count
                 )
             if not count:
                 continue
+            priced = self.machine(parallelism)
             layout = Layout(
-                lowered=lowered,
-                machine=machine(
-                    self.device,
-                    workers=parallelism.workers,
-                    bundle=bundle,
-                    anchors=self.anchors,
-                    power_limit_w=self.config.power_limit_w,
-                    link=self.link,
-                ),
+                stages=stages,
+                sums=sums,
+                machine=priced,
                 parallelism=parallelism,
                 workload=self.workload,
             )
             fitting = self._batches[:count]
-            parts.append((parallelism, fitting, layout.values(fitting)))
+            values = layout.values(fitting)
+            held_w = priced.cap_w * (1.0 + _ABOVE_CAP)
+            holds = values["total_power_w"] / values["gpus"] <= held_w
+            if not holds.all():
+                reason = (
+                    f"{self.device.name} cannot hold {priced.cap_w:.0f} W: {parallelism.layout}"
+                )
+                self.infeasible[f"{reason}; raise --power-limit"] += int((~holds).sum())
+            fitting, values = fitting[holds], {name: v[holds] for name, v in values.items()}
+            parts += self._replicated(parallelism, fitting, values | self.prices.values(values))
         if not parts:
             return None, nearest
         rows = [len(batches) for _, batches, _ in parts]
@@ -267,12 +315,49 @@ class _Search:
         )
         return table, nearest
 
-    def _lowered(self) -> Iterator[tuple[Lowered, Parallelism]]:
-        """The layouts that the model and the engine allow; the others are counted."""
+    def _replicated(
+        self, parallelism: Parallelism, batches: IntArray, values: Mapping[str, Array]
+    ) -> Iterator[tuple[Parallelism, IntArray, dict[str, Array]]]:
+        """The rows with as many replicas as the GPUs and the power allow.
+
+        Where the number of GPUs counts, with each number of them.
+        """
+        full = parallelism.replicas
+        each_w = values["total_power_w"] / full
+        most = np.clip(np.floor(self.max_power_w / each_w), 1, full)
+        for replicas in range(1, full + 1):
+            own = np.flatnonzero((most == replicas) | (self.any_replicas & (most >= replicas)))
+            if own.size:
+                scaled = {name: v[own] for name, v in values.items()}
+                for name in _OF_ALL_REPLICAS:
+                    if name in scaled:
+                        scaled[name] = scaled[name] * (replicas / full)
+                yield replace(parallelism, replicas=replicas), batches[own], scaled
+
+    def machine(self, parallelism: Parallelism) -> Machine:
+        """Prices of a layout's steps."""
+        return machine(
+            self.device,
+            workers=parallelism.workers,
+            bundle=select(self.bundles, self.device.name, self.engine.provider),
+            anchors=self.anchors,
+            power_limit_w=self.config.power_limit_w,
+            link=self.link,
+            stages=parallelism.pp,
+        )
+
+    def _lowered(self) -> Iterator[tuple[tuple[Lowered, ...], StepSums, Parallelism]]:
+        """The layouts that the model and the engine allow; the others are counted.
+
+        What all of them have in common is lowered and priced once.
+        """
         fits = False
-        for tp, ep, dp in self.space.layouts(self.spec, self.engine, self.gpus):
-            if tp * dp > self.gpus:
-                reason = f"tp={tp}, dp={dp}: more than {self.gpus} GPUs"
+        model, costs = self.machine(Parallelism()).model, dict[Key, Array]()
+        last: tuple[Parallelism, Lowered | Infeasible, StepSums] | None = None
+        for tp, ep, dp, pp in self.space.layouts(self.spec, self.engine, self.gpus):
+            if tp * dp * pp > self.gpus:
+                pipeline = f", pp={pp}" if pp > 1 else ""
+                reason = f"tp={tp}, dp={dp}{pipeline}: more than {self.gpus} GPUs"
                 self.infeasible[reason] += len(self._batches)
                 continue
             fits = True
@@ -280,31 +365,38 @@ class _Search:
                 reason = f"ep={ep} does not divide tp={tp} x dp={dp}"
                 self.infeasible[reason] += len(self._batches)
                 continue
-            parallelism = Parallelism(tp=tp, ep=ep, dp=dp, replicas=self.gpus // (tp * dp))
-            lowered = lower(self.spec, self.engine, parallelism, routing=self.config.routing)
-            if isinstance(lowered, Infeasible):
-                self.infeasible[lowered.reason] += len(self._batches)
+            replicas = self.gpus // (tp * dp * pp)
+            parallelism = Parallelism(tp=tp, ep=ep, dp=dp, pp=pp, replicas=replicas)
+            stage = replace(parallelism, pp=1, replicas=1)
+            if last is None or last[0] != stage:
+                whole = lower(self.spec, self.engine, stage, routing=self.config.routing)
+                last = stage, whole, StepSums(model, costs)
+            _, whole, sums = last
+            stages = whole if isinstance(whole, Infeasible) else staged(whole, pp)
+            if isinstance(stages, Infeasible):
+                self.infeasible[stages.reason] += len(self._batches)
             else:
-                yield lowered, parallelism
+                yield stages, sums, parallelism
         if not fits:
             raise SpecError(
-                f"no layout asked for fits on {self.gpus} GPUs; lower the degrees of tp and dp, or "
-                "raise gpus"
+                f"no layout asked for fits on {self.gpus} GPUs; lower --tp, --dp or --pp, or "
+                "raise --gpus"
             )
 
     def _workload(self, batch: int) -> Workload:
         return replace(self.workload, batch=batch)
 
-    def _fitting(self, lowered: Lowered) -> int:
+    def _fitting(self, stages: tuple[Lowered, ...]) -> int:
         """How many of the batches fit the memory, smallest first: it grows with the batch."""
         low, high = 0, len(self._batches)
+        middle = high - 1  # nearly always all of them do
         while low < high:
-            middle = (low + high) // 2
             batch = int(self._batches[middle])
-            if memory(lowered, self._workload(batch), self.device).fits:
+            if fullest(stages, self._workload(batch), self.device).fits:
                 low = middle + 1
             else:
                 high = middle
+            middle = (low + high) // 2
         return low
 
     def refine(self, chosen: Choice) -> None:
@@ -312,28 +404,54 @@ class _Search:
         table = chosen.table
         while rows := chosen.next_rows():
             for row in rows:
-                result = predict(
-                    self.spec,
-                    engine=self.engine,
-                    device=self.device,
-                    config=replace(self.config, parallelism=table.parallelism[table.layout[row]]),
-                    workload=self._workload(int(table.batch[row])),
-                    bundles=self.bundles,
-                    anchors=self.anchors,
-                    link=self.link,
-                )
+                parallelism, batch = table.parallelism[table.layout[row]], int(table.batch[row])
+                result = self.exactly(parallelism, batch)
                 chosen.exact[row] = result
                 if isinstance(result, Infeasible):
                     table.runs[row] = False
                     self.infeasible[result.reason] += 1
                     continue
-                for name, (value, _, _) in exact_values(result).items():
+                for name, (value, _, _) in exact_values(result, self.prices).items():
                     table.values[name][row] = value
+
+    def exactly(
+        self, parallelism: Parallelism, batch: int, phases: Sequence[Phase] = tuple(Phase)
+    ) -> Prediction | Infeasible:
+        """The prediction of a layout at a batch."""
+        return predict(
+            self.spec,
+            engine=self.engine,
+            device=self.device,
+            config=replace(
+                self.config, parallelism=parallelism, microbatches=min(parallelism.pp, batch)
+            ),
+            workload=self._workload(batch),
+            bundles=self.bundles,
+            anchors=self.anchors,
+            phases=phases,
+            link=self.link,
+        )
+
+    @property
+    def pool(self) -> Pool:
+        """The GPUs that are searched."""
+        serving = self.engine.serving
+        return Pool(
+            device=self.device.name,
+            gpus=self.gpus,
+            batch_tokens=serving.offline_batch_tokens if serving else None,
+            captured_tokens=max(serving.capture_sizes) if serving else None,
+        )
+
+    @property
+    def link_w(self) -> float:
+        """Above-idle power of a board with its links awake; 0 where nobody measured it."""
+        return self.machine(Parallelism()).laws.link_w
 
     def nothing_runs(self, nearest: Memory | None) -> str:
         """Why no configuration can run, and what comes closest."""
         reasons = "; ".join(self.infeasible)
-        if nearest is None:
+        if nearest is None or any("cannot hold" in reason for reason in self.infeasible):
             return f"no layout of {self.spec.name} can run on {self.gpus} GPUs: {reasons}"
         capacity = nearest.capacity_bytes / BYTES_PER_GB
         return (
@@ -360,41 +478,48 @@ class _Search:
         for j, (name, limit) in enumerate(chosen.constraints.items()):
             if excess[row, j] > 0:
                 value = float(table.values[LIMITED[name][0]][row])
-                missed.append(f"{LIMITED[name][0]} {value:.4g} against {name} {limit:.4g}")
+                missed.append(_missed(name, value, limit))
         parallelism = table.parallelism[table.layout[row]]
         return (
             f"none of {len(table.batch)} configurations of {self.spec.name} meets the constraints; "
-            f"the closest is {degrees(parallelism)} with {parallelism.replicas} replicas at batch "
+            f"the closest is {parallelism.layout} with {parallelism.replicas} replicas at batch "
             f"{table.batch[row]}, which misses {' and '.join(missed)}"
         )
 
-    def frontier(self, chosen: Choice) -> Frontier:
-        """The result, once the front is known."""
-        predictions = [p for p in chosen.exact.values() if isinstance(p, Prediction)]
-        serving = self.engine.serving
+    def frontier(self, chosen: Choice, pairs: Found) -> Frontier:
+        """The result, once the front is known; with disaggregated layouts, where there are any."""
+        configs = scored_configs(chosen, self.pool)
+        if pairs.configs:
+            configs = placed([*configs, *pairs.configs], chosen.objectives)
+        predictions = [c.prediction for c in configs if c.prediction is not None]
         notes = dict.fromkeys(note for p in predictions for note in p.notes)
+        if any(p.pp > 1 for p in chosen.table.parallelism):
+            notes[_IN_FLIGHT] = None
+        if pairs.configs:
+            watts = f"{self.link_w:.0f} W a GPU" if self.link_w else "not known, not counted"
+            notes[NOTE.format(efficiency=LINK_EFFICIENCY, watts=watts)] = None
         excess, constraints = chosen.excess, tuple(chosen.constraints)
         over = (excess > 0) & chosen.table.runs[:, None]
-        missed = {name: int(over[:, j].sum()) for j, name in enumerate(constraints)}
+        missed = {
+            name: int(over[:, j].sum()) + pairs.filtered_by.get(name, 0)
+            for j, name in enumerate(constraints)
+        }
         infeasible = sum(self.infeasible.values())
-        configs = scored_configs(chosen, self.gpus)
         return Frontier(
             spec=self.spec.name,
             source_id=self.spec.source,
-            device=self.device.name,
             engine=self.engine.name,
-            gpus=self.gpus,
+            pools=(self.pool,),
             prompt_len=self.workload.prompt_len,
             gen_len=self.workload.gen_len,
-            batch_tokens=serving.offline_batch_tokens if serving else None,
-            captured_tokens=max(serving.capture_sizes) if serving else None,
             objectives=chosen.objectives,
             constraints=MappingProxyType(dict(chosen.constraints)),
-            configs=configs,
+            prices=MappingProxyType(self.prices.given()),
+            configs=tuple(self._at_contexts(c) for c in configs),
             counts=SearchCounts(
-                tried=int(chosen.table.runs.sum()) + infeasible,
+                tried=int(chosen.table.runs.sum()) + infeasible + pairs.tried,
                 infeasible=infeasible,
-                filtered=int((chosen.table.runs & ~chosen.meets).sum()),
+                filtered=int((chosen.table.runs & ~chosen.meets).sum()) + pairs.filtered,
                 infeasible_by=MappingProxyType(dict(self.infeasible)),
                 filtered_by=MappingProxyType(missed),
             ),
@@ -404,7 +529,51 @@ class _Search:
             bundles=tuple(dict.fromkeys(b for p in predictions for b in p.bundles)),
             anchors=self.anchors,
             notes=tuple(notes),
+            power_limit_w=self.config.power_limit_w,
         )
+
+    def _at_contexts(self, c: ScoredConfig) -> ScoredConfig:
+        """The configuration with a decode step at each of the contexts that fits the memory."""
+        points = []
+        for context in self.contexts if c.exact and c.on_frontier else ():
+            result = predict(
+                self.spec,
+                engine=self.engine,
+                device=self.device,
+                config=replace(
+                    self.config,
+                    parallelism=c.parallelism,
+                    microbatches=min(c.parallelism.pp, c.batch),
+                ),
+                workload=Workload(batch=c.batch, prompt_len=context - 1, gen_len=2),
+                bundles=self.bundles,
+                anchors=self.anchors,
+                phases=(Phase.DECODE,),
+                link=self.link,
+            )
+            if isinstance(result, Prediction):
+                step, sequences = result.phases[Phase.DECODE], c.batch * c.parallelism.replicas
+                low, high = step.interval.energy_j
+                points.append(
+                    ContextPoint(
+                        context_len=context,
+                        energy_per_token_j=step.energy_j / sequences,
+                        interval_j=(low / sequences, high / sequences),
+                        latency_s=step.latency_s,
+                    )
+                )
+        return replace(c, by_context=tuple(points))
+
+
+def _missed(constraint: str, value: float, limit: float) -> str:
+    """What a configuration misses, in the words and units of the command line."""
+    option, unit, factor = {
+        "max_ttft_s": ("--max-ttft-ms", "ms", 1e3),
+        "max_tpot_s": ("--max-tpot-ms", "ms", 1e3),
+        "max_power_w": ("--max-w", "W", 1.0),
+        "min_throughput_tokens_s": ("--min-throughput", "tokens/s", 1.0),
+    }[constraint]
+    return f"{option} {limit * factor:.4g} with {value * factor:.4g} {unit}"
 
 
 def _overflow(held: Memory) -> float:

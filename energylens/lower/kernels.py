@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol
 
@@ -28,17 +28,24 @@ class Item(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lowered:
-    """A model on an engine at one degree of parallelism, for any step.
+    """A model, or a stage of a pipeline, on an engine at one degree of parallelism, for any step.
 
     Attributes:
         spec, engine, sharding: what was lowered, and how it is split.
         items: what one worker executes, in order.
+        blocks: for each item the block of the model that it is of; None where it is of every stage.
+        shares: for each item how many of how many repetitions are executed: all, or on a stage
+            those of its layers.
+        arriving: values of each token that come from the stage before.
     """
 
     spec: Spec
     engine: Engine
     sharding: Sharding
     items: tuple[Item, ...]
+    blocks: tuple[int | None, ...]
+    shares: tuple[tuple[int, int], ...]
+    arriving: int = 0
 
     def ops(self, step: Step, worker: int = 0) -> tuple[Op, ...]:
         """The ops that one worker executes in ``step``; a step without sequences has none.
@@ -53,12 +60,28 @@ class Lowered:
         if not step.sequences:
             return ()
         own = step.share(self.sharding.dp)
-        return tuple(op for item in self.items for op in item.ops(self.engine, own, worker))
+        return tuple(op for i in range(len(self.items)) for op in self._ops(i, own, worker))
+
+    def _ops(self, index: int, own: Step, worker: int) -> Iterator[Op]:
+        """Ops of an item; ``own`` is the worker's part of the step."""
+        part, whole = self.shares[index]
+        for op in self.items[index].ops(self.engine, own, worker):
+            yield op if part == whole else replace(op, count=op.count * part // whole)
 
     def by_worker(self, step: Step) -> tuple[tuple[Op, ...], ...]:
         """The ops of each worker, the fullest first; one entry where all do the same."""
         s = self.sharding
-        return tuple(self.ops(step, w) for w in range(s.tp * s.dp if s.ep > 1 else 1))
+        if s.ep == 1 or not step.sequences:
+            return (self.ops(step),)
+        own, workers = step.share(s.dp), range(s.tp * s.dp)
+        # All but the experts is the same for everyone.
+        parts = [
+            [tuple(self._ops(i, own, w)) for w in workers]
+            if isinstance(item, Experts)
+            else [tuple(self._ops(i, own, 0))] * len(workers)
+            for i, item in enumerate(self.items)
+        ]
+        return tuple(tuple(op for part in parts for op in part[w]) for w in workers)
 
     @property
     def experts(self) -> Experts | None:
@@ -74,7 +97,7 @@ def lower_step(
     Args:
         spec: the model.
         engine: whose kernels, fusions and extra copies to use.
-        parallelism: degrees; replicas do not matter here.
+        parallelism: degrees; pipeline stages and replicas do not matter here.
         step: the sequences served, and the launch mode.
 
     Returns:
@@ -98,6 +121,8 @@ def lower(
     redundant_experts: int = 0,
 ) -> Lowered | Infeasible:
     """Everything of `lower_step` that does not depend on the step; use it for many steps.
+
+    A pipeline is lowered stage by stage: `energylens.lower.stages.lower_stages`.
 
     Args:
         spec: the model.
@@ -125,8 +150,16 @@ def lower(
                 f"{spec.name}: found {redundant_experts} redundant experts with ep={sharding.ep}; "
                 f"allowed: 0 to {experts}, and more than 0 with ep above 1"
             )
-    items = _Lowering(spec, engine, sharding, _routing(spec, routing), redundant_experts).run()
-    return Lowered(spec=spec, engine=engine, sharding=sharding, items=items)
+    walk = _Lowering(spec, engine, sharding, _routing(spec, routing), redundant_experts)
+    items, blocks = walk.run()
+    return Lowered(
+        spec=spec,
+        engine=engine,
+        sharding=sharding,
+        items=items,
+        blocks=blocks,
+        shares=((1, 1),) * len(items),
+    )
 
 
 def _routing(spec: Spec, asked: str | None) -> Routing | None:
@@ -172,6 +205,20 @@ class _Rowwise:
             sizes["batch"], sizes["new"] = 1, tokens
         name, dtype, count = self.name, self.dtype, self.count
         yield engine_op(engine, step.mode, self.key, sizes, name=name, dtype=dtype, count=count)
+
+
+@lru_cache(maxsize=256)
+def moved(kind: str, dtype: str, values: float, workers: int, count: int) -> Item:
+    """``count`` tensors of so many values a token that go between the stages of a pipeline."""
+    return _Rowwise(
+        name=f"stage_{kind}",
+        key=kind,
+        dtype=dtype,
+        count=count,
+        per="s",
+        scaled={"values": values},
+        fixed={"workers": workers},
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -367,8 +414,10 @@ class _Lowering:
         einsums = [e for b in spec.blocks for e in b.cascade if e.einsum is not None]
         self._logits = einsums[-1] if einsums else None
 
-    def run(self) -> tuple[Item, ...]:
-        for block in self._spec.blocks:
+    def run(self) -> tuple[tuple[Item, ...], tuple[int | None, ...]]:
+        """The items in order, and the block of each."""
+        blocks: list[int | None] = []
+        for index, block in enumerate(self._spec.blocks):
             for group in groups(self._spec, self._engine, block):
                 splits = [self._enter(e, block) for e in group.members]
                 if not all(e.op in self._engine.absorbed for e in group.members):
@@ -376,11 +425,13 @@ class _Lowering:
                 for entry, split in zip(group.members, splits, strict=True):
                     self._leave(entry, block, split)
             self._reduce(*self._partial)
+            blocks += [index] * (len(self._items) - len(blocks))
         attention = next((i for i in self._items if isinstance(i, _Attention)), None)
         if attention is not None and "prepare" in self._engine.kernels:
             dtype = self._spec.precision.activations
             self._items.insert(0, _Prepare(dtype=dtype, head_dim=attention.head_dim))
-        return tuple(self._items)
+            blocks.insert(0, None)
+        return tuple(self._items), tuple(blocks)
 
     # -- tensors and collectives
 

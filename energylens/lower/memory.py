@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from energylens.graph import Op
@@ -28,7 +28,7 @@ def memory(
     device: Device,
     modes: Mapping[Phase, Mode] = MappingProxyType({}),
 ) -> Memory:
-    """Memory of one worker, the one with the most experts, in bytes.
+    """Memory of one worker of a stage, the one with the most experts, in bytes.
 
     Weights include replicas (KV heads fewer than workers, entries that the engine does not split).
     The cache is that of the whole batch at its longest context. Activations are an estimate: what
@@ -44,7 +44,9 @@ def memory(
         stored, carried = _weight_values(spec, entry, sizes)
         weights += block.repeat * stored * bytes_per_value(spec.stored(entry))
         weights += block.repeat * carried * bytes_per_value(spec.precision.activations)
-    weights += sum(i.unpacked_bytes for i in lowered.items if isinstance(i, Latent))
+    for item, (part, whole) in zip(lowered.items, lowered.shares, strict=True):
+        if isinstance(item, Latent):
+            weights += item.unpacked_bytes * part / whole
     return Memory(
         weights_bytes=weights,
         kv_cache_bytes=cache_bytes(lowered, batch, longest),
@@ -52,6 +54,18 @@ def memory(
         reserve_bytes=engine.reserve_bytes,
         capacity_bytes=device.memory_bytes,
     )
+
+
+def fullest(
+    stages: Sequence[Lowered],
+    workload: Workload,
+    device: Device,
+    modes: Mapping[Phase, Mode] = MappingProxyType({}),
+) -> Memory:
+    """`memory` of the stage that holds the most: it decides what fits."""
+    distinct = {id(stage): stage for stage in stages}.values()
+    held = [memory(stage, workload, device, modes) for stage in distinct]
+    return max(held, key=lambda m: m.used_bytes)
 
 
 def cache_bytes(lowered: Lowered, sequences: int, length: float) -> float:
@@ -96,18 +110,20 @@ def _weight_values(spec: Spec, entry: Entry, sizes: Mapping[str, int]) -> tuple[
 
 def _activations_bytes(lowered: Lowered, workload: Workload, modes: Mapping[Phase, Mode]) -> float:
     full = workload.prompt_len + workload.gen_len
-    prefill = Step.prefill(
-        workload.batch, workload.prompt_len, modes.get(Phase.PREFILL, Mode.EAGER)
-    )
-    serving = lowered.engine.serving
-    if prefill.mode is Mode.SERVING and serving is not None:
-        prefill = chunked(prefill, serving.offline_batch_tokens * lowered.sharding.dp)[0]
+    mode, serving = modes.get(Phase.PREFILL, Mode.EAGER), lowered.engine.serving
+    prefill = Step.prefill(workload.batch, workload.prompt_len, mode)
+    if mode is Mode.SERVING and serving is not None:
+        limit = serving.offline_batch_tokens * lowered.sharding.dp
+        begun = min(workload.batch, limit // workload.prompt_len + 1)
+        prefill = chunked(Step.prefill(begun, workload.prompt_len, mode), limit)[0]
     steps = (
         prefill,
         Step.decode(workload.batch, full, modes.get(Phase.DECODE, Mode.EAGER)),
     )
     ops = [op for step in steps for op in lowered.ops(step)]
-    residual = max((op.bytes_written for op in ops if op.kernel == "embedding"), default=0.0)
+    tokens = max(step.share(lowered.sharding.dp).tokens for step in steps)
+    arriving = tokens * lowered.arriving * bytes_per_value(lowered.spec.precision.activations)
+    residual = max((op.bytes_written for op in ops if op.kernel == "embedding"), default=arriving)
     return residual + max((_live_bytes(op) for op in ops), default=0.0)
 
 

@@ -89,11 +89,6 @@ def shard(
     Raises:
         SpecError: two chains of the spec ask for different splits of one rank.
     """
-    if parallelism.pp > 1:
-        return Infeasible(
-            reason=f"pp={parallelism.pp} is not supported in this version, only tp, ep, dp and "
-            "replicas are; set pp=1"
-        )
     tp, ep, dp = parallelism.tp, parallelism.ep, parallelism.dp
     if dp > 1 and spec.moe is None:
         return Infeasible(

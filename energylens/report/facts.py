@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 LIST_SCHEMA = "energylens/list/v1"
 DOCTOR_SCHEMA = "energylens/doctor/v1"
+SWEEP_SCHEMA = "energylens/sweep/v1"
 
 
 def listing_document(known: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
@@ -36,6 +37,19 @@ def listing_table(known: Mapping[str, Mapping[str, str]]) -> RenderableType:
             table.add_row(name, text)
         parts += [f"{kind}:", Padding(table, (0, 0, 0, 2))]
     return Group(*parts)
+
+
+def sweep_document(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``energylens/sweep/v1`` document of the fields of a `sweep.Sweep`."""
+    return {"schema": SWEEP_SCHEMA, **facts}
+
+
+def sweep_text(facts: Mapping[str, Any]) -> str:
+    """What a run did, for people."""
+    return (
+        f"{facts['cells']} cells in {facts['out']}: {facts['reused']} were there, "
+        f"{facts['cells'] - facts['reused']} are new, {facts['infeasible']} of all cannot run"
+    )
 
 
 def doctor_document(diagnosis: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import math
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from energylens.anchors import anchors_to_json
+from energylens.report.launch import PredictCommand, command_lines, commands
 from energylens.report.table import bundle_names, digits, memory, quantity, table
 from energylens.results import Frontier, Infeasible, ScoredConfig
 from energylens.spec.system import Parallelism
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 FRONTIER_SCHEMA = "energylens/frontier/v1"
-_FRONT_COLUMNS = {
+FRONT_COLUMNS = {
     "energy_per_token_j": ("J/token", "J"),
     "energy_per_request_j": ("J/request", "J"),
     "energy_per_prompt_j": ("J/prompt", "J"),
@@ -30,31 +30,34 @@ _FRONT_COLUMNS = {
     "tpot_s": ("TPOT", "s"),
     "throughput_per_gpu_tokens_s": ("tokens/s\nper GPU", ""),
     "total_power_w": ("total", "W"),
+    "cost_per_million_tokens": ("cost of\nM tokens", "money"),
+    "cost_per_request": ("cost of\nrequest", "money"),
+    "carbon_per_million_tokens_g": ("CO2e of\nM tokens", "g"),
+    "carbon_per_request_g": ("CO2e of\nrequest", "g"),
 }
 """Value of a configuration -> its column of the table, and its unit."""
 
 
-def frontier_document(frontier: Frontier, predict_command: str) -> dict[str, Any]:
+def frontier_document(frontier: Frontier, predict_command: PredictCommand) -> dict[str, Any]:
     """The ``energylens/frontier/v1`` document.
 
     Args:
         frontier: what was found.
-        predict_command: ``energylens predict SPEC …``, to which a configuration's own options are
-            added.
+        predict_command: to which a configuration's own options are added.
     """
     f = frontier
     return {
         "schema": FRONTIER_SCHEMA,
         "spec": f.spec,
-        "device": f.device,
         "engine": f.engine,
-        "gpus": f.gpus,
+        **_machines([(pool.device, pool.gpus) for pool in f.pools]),
         "prompt_len": f.prompt_len,
         "gen_len": f.gen_len,
         "feasible": True,
         "reason": None,
         "objectives": list(f.objectives),
         "constraints": dict(f.constraints),
+        "prices": dict(f.prices),
         "counts": {
             "tried": f.counts.tried,
             "infeasible": f.counts.infeasible,
@@ -69,8 +72,7 @@ def frontier_document(frontier: Frontier, predict_command: str) -> dict[str, Any
                 "objective": name,
                 "id": f.best(name).id,
                 "tied": [c.id for c in f.front if name in c.tied_on],
-                "launch": launch_command(f, f.best(name)),
-                "predict": _predict_command(f, f.best(name), predict_command),
+                **commands(f, f.best(name), predict_command),
             }
             for name in f.objectives
         ],
@@ -83,15 +85,14 @@ def frontier_document(frontier: Frontier, predict_command: str) -> dict[str, Any
 
 
 def frontier_infeasible_document(
-    infeasible: Infeasible, *, spec: str, device: str, engine: str, gpus: int
+    infeasible: Infeasible, *, spec: str, engine: str, pools: Sequence[tuple[str, int]]
 ) -> dict[str, Any]:
     """The ``energylens/frontier/v1`` document of a search that left nothing."""
     return {
         "schema": FRONTIER_SCHEMA,
         "spec": spec,
-        "device": device,
         "engine": engine,
-        "gpus": gpus,
+        **_machines(pools),
         "feasible": False,
         "reason": infeasible.reason,
         "picks": [],
@@ -100,12 +101,32 @@ def frontier_infeasible_document(
     }
 
 
+def _machines(pools: Sequence[tuple[str, int]]) -> dict[str, Any]:
+    """Devices and GPUs that were searched; the first two are null where there are several."""
+    device, gpus = pools[0] if len(pools) == 1 else (None, None)
+    return {
+        "device": device,
+        "gpus": gpus,
+        "pools": [{"device": name, "gpus": count} for name, count in pools],
+    }
+
+
 def _scored(c: ScoredConfig) -> dict[str, Any]:
     p = c.prediction
     return {
         "id": c.id,
+        "device": c.pool.device,
         "parallelism": {**asdict(c.parallelism), "gpus": c.parallelism.gpus},
         "batch": c.batch,
+        "prefill": {
+            **asdict(c.prefill),
+            "parallelism": {
+                **asdict(c.prefill.parallelism),
+                "gpus": c.prefill.parallelism.gpus,
+            },
+        }
+        if c.prefill
+        else None,
         "unused_gpus": c.unused_gpus,
         **{name: value for name, value in c.values.items() if name != "gpus"},
         "intervals": {name: list(ends) for name, ends in c.intervals.items()} or None,
@@ -131,7 +152,7 @@ def frontier_csv(frontier: Frontier) -> str:
     return text.getvalue()
 
 
-def frontier_table(frontier: Frontier, predict_command: str) -> RenderableType:
+def frontier_table(frontier: Frontier, predict_command: PredictCommand) -> RenderableType:
     """The exact part of the front, what it costs to choose otherwise, the counts, the commands.
 
     Args:
@@ -142,41 +163,71 @@ def frontier_table(frontier: Frontier, predict_command: str) -> RenderableType:
 
     f = frontier
     pick = f.best(f.objectives[0])
-    launch = launch_command(f, pick)
-    if pick.parallelism.replicas > 1 and launch:
-        workers = pick.parallelism.workers
-        each = f"{workers} GPUs of its own" if workers > 1 else "a GPU of its own"
-        launch += f"   # {pick.parallelism.replicas} of these, each on {each}"
+    shown = command_lines(f, pick, predict_command)
     return Group(
-        f"{f.spec} on {f.gpus} x {f.device}, engine {f.engine}: prompt {f.prompt_len}, generate "
+        f"{f.spec} on {pool_names(f)}, engine {f.engine}: prompt {f.prompt_len}, generate "
         f"{f.gen_len}; objectives {', '.join(f.objectives)}",
         _front_table(f),
         *_front_lines(f),
-        *_trade_lines(f),
-        *_count_lines(f),
+        *pool_lines(f),
+        *trade_lines(f),
+        *price_lines(f),
+        *count_lines(f),
         *(f"note: {note}" for note in f.notes),
-        _uncut(f"launch: {launch or _no_launch(f)}"),
-        _uncut(f"check: {_predict_command(f, pick, predict_command)}"),
-        f"device {f.device}, engine {f.engine}, bundle {bundle_names(f.bundles)}, weakest source: "
-        f"{f.source}",
+        *(_uncut(f"{name}: {command}") for name, command in shown.items()),
+        provenance(f),
     )
+
+
+def provenance(f: Frontier) -> str:
+    """Where the numbers come from."""
+    devices = ", ".join(dict.fromkeys(pool.device for pool in f.pools))
+    return (
+        f"device {devices}, engine {f.engine}, bundle {bundle_names(f.bundles)}, weakest source: "
+        f"{f.source}"
+    )
+
+
+def pool_names(f: Frontier) -> str:
+    """The GPUs that were searched."""
+    return " or ".join(f"{pool.gpus} x {pool.device}" for pool in f.pools)
 
 
 def _front_table(f: Frontier) -> Table:
     shown = [c for c in f.front if c.exact]
-    columns = {n: v for n, v in _FRONT_COLUMNS.items() if n in shown[0].values} if shown else {}
+    columns = {n: v for n, v in FRONT_COLUMNS.items() if n in shown[0].values} if shown else {}
     rows = []
     for c in shown:
         p = c.parallelism
         marks = [*(f"best {n}" for n in c.best_of), *(f"tied {n}" for n in c.tied_on)]
-        cells = [
-            f"{digits(c.values[n])} {unit}" if unit == "W" else quantity(c.values[n], unit)
-            for n, (_, unit) in columns.items()
-        ]
-        degrees = [str(n) for n in (p.tp, p.ep, p.dp, p.replicas, c.batch)]
-        rows.append((str(c.rank), *degrees, *cells, ", ".join(marks)))
-    names = ("rank", "tp", "ep", "dp", "replicas", "batch", *(t for t, _ in columns.values()), "")
+        cells = [_cell(c.values[n], unit) for n, (_, unit) in columns.items()]
+        device = [f"{c.pool.gpus} x {c.pool.device}"] if len(f.pools) > 1 else []
+        degrees = [str(n) for n in (p.tp, p.ep, p.dp, p.pp, p.replicas, c.batch)]
+        if c.prefill is not None:
+            q = c.prefill.parallelism
+            first = (q.tp, q.ep, q.dp, q.pp, q.replicas, c.prefill.batch)
+            degrees = [f"{n}/{own}" for n, own in zip(first, degrees, strict=True)]
+        rows.append((str(c.rank), *device, *degrees, *cells, ", ".join(marks)))
+    names = (
+        "rank",
+        *(["device"] if len(f.pools) > 1 else []),
+        "tp",
+        "ep",
+        "dp",
+        "pp",
+        "replicas",
+        "batch",
+        *(t for t, _ in columns.values()),
+        "",
+    )
     return table("front", names, rows, text=(len(names) - 1,))
+
+
+def _cell(value: float, unit: str) -> str:
+    """A value of the table; power and money without a prefix."""
+    if unit == "money":
+        return digits(value)
+    return f"{digits(value)} W" if unit == "W" else quantity(value, unit)
 
 
 def _front_lines(f: Frontier) -> Iterator[str]:
@@ -194,19 +245,43 @@ def _front_lines(f: Frontier) -> Iterator[str]:
         )
     largest = max(c.batch for c in f.configs)
     # Where memory already cut the batches of a layout, larger ones cannot run.
-    cut = [reason for reason in f.counts.infeasible_by if reason.startswith("memory: ")]
+    cut = [reason for reason in f.counts.infeasible_by if "memory: " in reason]
 
-    def open_ended(p: Parallelism) -> bool:
-        own = f"memory: tp={p.tp}, ep={p.ep}, dp={p.dp} at "
+    def open_ended(c: ScoredConfig) -> bool:
+        own = f"memory: {c.parallelism.layout} at "
+        if len(f.pools) > 1:
+            own = f"{c.pool.gpus} x {c.pool.device}: {own}"
         return not any(reason.startswith(own) for reason in cut)
 
-    if any(c.batch == largest and c.best_of and open_ended(c.parallelism) for c in f.front):
+    if any(c.batch == largest and c.best_of and open_ended(c) for c in f.front):
         yield f"the best uses the largest batch that was tried, {largest}: --batch can go further"
     if any(c.unused_gpus for c in f.front):
         yield "some layouts leave GPUs unused: those are not in the energy or the power"
 
 
-def _trade_lines(f: Frontier) -> Iterator[str]:
+def pool_lines(f: Frontier) -> Iterator[str]:
+    """What each kind of GPUs can do at the same constraints, where there are several."""
+    for pool in f.pools if len(f.pools) > 1 else ():
+        own = [c for c in f.configs if c.pool == pool and c.rank]
+        name = f"{pool.gpus} x {pool.device}"
+        if not own:
+            yield f"{name}: nothing meets the constraints"
+            continue
+        best = min(own, key=lambda c: c.rank or 0)
+        shown = [
+            f"{label} {_cell(best.values[n], unit)}"
+            for n, (label, unit) in FRONT_COLUMNS.items()
+            if n in ("energy_per_token_j", "energy_per_request_j", "ttft_s", "tpot_s")
+            and n in best.values
+        ]
+        yield (
+            f"{name}, best {f.objectives[0]}: {layout_name(f, best).partition(': ')[2]}, batch "
+            f"{best.batch}, rank {best.rank}: {', '.join(shown)}"
+            + ("" if best.exact else " (from the table)")
+        )
+
+
+def trade_lines(f: Frontier) -> Iterator[str]:
     """What the best by energy costs in latency, and the other way round."""
     thrifty = next((n for n in f.objectives if n.startswith("energy")), None)
     quick = next((n for n in f.objectives if n in ("tpot", "ttft")), None)
@@ -226,7 +301,18 @@ def _trade_lines(f: Frontier) -> Iterator[str]:
     )
 
 
-def _count_lines(f: Frontier) -> Iterator[str]:
+def price_lines(f: Frontier) -> Iterator[str]:
+    """What the costs are made of."""
+    if f.prices:
+        given = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in f.prices.items())
+        yield (
+            f"prices: {given}; tokens are generated ones and cost what decode does, a request "
+            "costs its prefill too; GPUs are paid for while they serve"
+        )
+
+
+def count_lines(f: Frontier) -> Iterator[str]:
+    """How many configurations were tried, and why others fell."""
     c = f.counts
     yield (
         f"{c.tried} configurations tried, {c.infeasible} cannot run, {c.filtered} miss a "
@@ -238,26 +324,18 @@ def _count_lines(f: Frontier) -> Iterator[str]:
         yield f"  {n} miss {name} {f.constraints[name]:g}"
 
 
-def launch_command(f: Frontier, config: ScoredConfig) -> str | None:
-    """The command that starts one replica of a configuration; None where the engine has none."""
-    p = config.parallelism
-    if f.engine != "vllm" or p.ep not in (1, p.workers):
-        return None
-    options = [f"--tensor-parallel-size {p.tp}"]
-    if p.dp > 1:
-        options.append(f"--data-parallel-size {p.dp}")
-    if p.ep > 1:
-        options.append("--enable-expert-parallel")
-    sequences = -(-config.batch // p.dp)
-    options.append(f"--max-num-seqs {sequences}")
-    if f.captured_tokens and 2 * sequences < f.captured_tokens:
-        # vLLM captures steps of twice the sequences; more were priced as captured.
-        options.append(f"--max-cudagraph-capture-size {f.captured_tokens}")
-    if f.batch_tokens:
-        options.append(f"--max-num-batched-tokens {f.batch_tokens}")
-    options.append(f"--max-model-len {f.prompt_len + f.gen_len}")
-    model = f.source_id.split()[0] if f.source_id.split() else f.spec
-    return f"vllm serve {shlex.quote(model)} {' '.join(options)}"
+def layout_name(f: Frontier, config: ScoredConfig) -> str:
+    """``tp2 ep2 x 4``, after who prefills for it, and the GPUs where there are several kinds."""
+    name, pool = _degrees(config.parallelism), config.pool
+    if config.prefill is not None:
+        name = f"prefill {_degrees(config.prefill.parallelism)} / decode {name}"
+    return name if len(f.pools) == 1 else f"{pool.gpus} x {pool.device}: {name}"
+
+
+def _degrees(parallelism: Parallelism) -> str:
+    degrees = {n: d for n, d in asdict(parallelism).items() if d > 1 and n != "replicas"}
+    name = " ".join(f"{n}{d}" for n, d in degrees.items()) or "tp1"
+    return f"{name} x {parallelism.replicas}" if parallelism.replicas > 1 else name
 
 
 def _uncut(text: str) -> Table:
@@ -268,19 +346,6 @@ def _uncut(text: str) -> Table:
     line.add_column(min_width=len(text), no_wrap=True)
     line.add_row(text)
     return line
-
-
-def _no_launch(f: Frontier) -> str:
-    if f.engine != "vllm":
-        return f"no server of engine {f.engine} is known"
-    return "none, vllm spreads experts over all workers or over none"
-
-
-def _predict_command(f: Frontier, config: ScoredConfig, command: str) -> str:
-    degrees = asdict(config.parallelism)
-    options = "".join(f" --{name} {n}" for name, n in degrees.items() if n > 1)
-    lengths = f"--prompt-len {f.prompt_len} --gen-len {f.gen_len}"
-    return f"{command}{options} --batch {config.batch} {lengths}"
 
 
 def figure() -> type[Figure]:
@@ -316,19 +381,16 @@ def frontier_plot(frontier: Frontier, path: Path) -> None:
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_formatter("{x:g}")
-    layouts: dict[Parallelism, list[ScoredConfig]] = {}
+    layouts: dict[str, list[ScoredConfig]] = {}
     for c in f.configs:
         if not c.filtered_by:
-            layouts.setdefault(c.parallelism, []).append(c)
+            layouts.setdefault(layout_name(f, c), []).append(c)
     # Layouts without a point on the front stay in the background, under one name.
-    on_front = {p: own for p, own in layouts.items() if any(c.on_frontier for c in own)}
-    beaten = [c for p, own in layouts.items() if p not in on_front for c in own]
+    on_front = {name: own for name, own in layouts.items() if any(c.on_frontier for c in own)}
+    beaten = [c for name, own in layouts.items() if name not in on_front for c in own]
     if beaten:
         axes.scatter(*_plotted(beaten), s=5, color="0.85", label="layouts off the front")
-    for i, (parallelism, own) in enumerate(on_front.items()):
-        degrees = {n: d for n, d in asdict(parallelism).items() if d > 1 and n != "replicas"}
-        name = " ".join(f"{n}{d}" for n, d in degrees.items()) or "tp1"
-        label = f"{name} x {parallelism.replicas}" if parallelism.replicas > 1 else name
+    for i, (label, own) in enumerate(on_front.items()):
         axes.scatter(
             *_plotted(own), s=9, color=f"C{i % 10}", marker="osD^v"[i // 10 % 5], label=label
         )
@@ -354,7 +416,7 @@ def frontier_plot(frontier: Frontier, path: Path) -> None:
     axes.grid(which="both", linewidth=0.3)
     axes.legend(fontsize="small")
     lengths = f"prompt {f.prompt_len}, generate {f.gen_len}"
-    axes.set_title(f"{f.spec} on {f.gpus} x {f.device}, {f.engine}: {lengths}")
+    axes.set_title(f"{f.spec} on {pool_names(f)}, {f.engine}: {lengths}")
     save_figure(canvas, path)
 
 

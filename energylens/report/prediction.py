@@ -44,7 +44,7 @@ def prediction_document(prediction: Prediction) -> dict[str, Any]:
     p = prediction
     derived = {name: getattr(p, name) for name in _DERIVED}
     return {
-        **_subject(p.spec, p.device, p.engine, p.parallelism, p.workload),
+        **subject(p.spec, p.device, p.engine, p.parallelism, p.workload),
         "feasible": True,
         "reason": None,
         "memory": memory(p.memory),
@@ -75,7 +75,7 @@ def infeasible_document(
 ) -> dict[str, Any]:
     """The ``energylens/prediction/v1`` document of a configuration that cannot run."""
     return {
-        **_subject(spec, device, engine, parallelism, workload),
+        **subject(spec, device, engine, parallelism, workload),
         "feasible": False,
         "reason": infeasible.reason,
         "memory": memory(infeasible.memory) if infeasible.memory else None,
@@ -98,7 +98,7 @@ def prediction_table(prediction: Prediction) -> RenderableType:
 
     p = prediction
     return Group(
-        _subject_line(p.spec, p.device, p.engine, p.parallelism, p.workload),
+        subject_line(p.spec, p.device, p.engine, p.parallelism, p.workload),
         _headline_table(p),
         memory_line(p.memory),
         *_imbalance_lines(p),
@@ -132,9 +132,10 @@ def memory_line(memory: Memory) -> str:
     return f"memory per GPU: {listed} = {used:.2f} of {capacity:.2f} GB, {verdict}"
 
 
-def _subject(
+def subject(
     spec: str, device: str, engine: str, parallelism: Parallelism, workload: Workload
 ) -> dict[str, Any]:
+    """What was predicted, as documents begin."""
     return {
         "schema": PREDICTION_SCHEMA,
         "spec": spec,
@@ -181,9 +182,10 @@ def _null_reasons(p: Prediction, derived: Mapping[str, float | None]) -> dict[st
     return reasons
 
 
-def _subject_line(
+def subject_line(
     spec: str, device: str, engine: str, parallelism: Parallelism, workload: Workload
 ) -> str:
+    """What was predicted, as tables begin."""
     degrees = "".join(f", {name} {n}" for name, n in asdict(parallelism).items() if n > 1)
     return (
         f"{spec} on {parallelism.gpus} x {device}, engine {engine}{degrees}: "

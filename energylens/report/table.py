@@ -63,7 +63,8 @@ def source_line(p: Prediction | ServingResult) -> str:
 
 def _boards(p: Prediction | ServingResult) -> str:
     """Which boards and which host the numbers are for."""
-    workers, given = p.parallelism.workers, p.anchors.boards if p.anchors and p.bundles else ()
+    workers = p.parallelism.workers * p.parallelism.pp
+    given = p.anchors.boards if p.anchors and p.bundles else ()
     used = given[:workers]
     if not used:
         boards = "typical boards" if workers > 1 else "a typical board"

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from energylens.cost.bundle import Bundle, select
 from energylens.errors import OutOfRangeError, SpecError
 from energylens.lower import Lowered, cache_bytes, lower, memory
-from energylens.predict import machine, predict
+from energylens.machine import StepSums, machine
+from energylens.predict import predict
 from energylens.results import (
     Anchors,
     CacheUse,
@@ -150,11 +151,12 @@ class _Service:
         serving = self.engine.serving
         assert serving is not None  # `_limited` has made it
         parallelism = self.config.parallelism
-        if parallelism.dp > 1:
-            return Infeasible(
-                reason=f"dp={parallelism.dp}: a service with attention data parallelism is not "
-                "simulated; use replicas, or a batch without traffic"
-            )
+        for name, what in (("dp", "attention data"), ("pp", "pipeline")):
+            if getattr(parallelism, name) > 1:
+                return Infeasible(
+                    reason=f"{name}={getattr(parallelism, name)}: a service with {what} "
+                    "parallelism is not simulated; use replicas, or a batch without traffic"
+                )
         lowered = lower(
             self.spec,
             self.engine,
@@ -181,8 +183,11 @@ class _Service:
             link=self.link,
         )
 
+        sums = StepSums(priced.model)
+
         def price(steps: Sequence[Step]) -> tuple[Array, Array]:
-            return priced.price(lowered, steps)
+            latency, energy = priced.price(sums, (lowered,), steps)
+            return latency[:, 0], energy[:, 0]
 
         return Replica(
             prices=PriceTable(price, serving=serving, longest=longest),

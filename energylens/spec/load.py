@@ -468,6 +468,7 @@ _ENGINE_OPTIONS: Mapping[str, Callable[[Field], Any]] = MappingProxyType(
         "dp_dispatch": lambda field: tuple(
             item.choice(("all_gather", "reduce_scatter", "all_to_all")) for item in field.items(2)
         ),
+        "pipeline_tensors": Field.integer,
         "ep_replicates": Field.flag,
         "reserve_bytes": Field.number,
         "serving": lambda field: _serving(field),

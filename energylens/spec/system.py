@@ -158,6 +158,8 @@ class Engine:
         ep_replicates: True where all but the experts is left whole under expert parallelism.
         dp_dispatch: collectives that bring tokens to the experts and back where attention is data
             parallel; empty where the engine has no such mode.
+        pipeline_tensors: tensors of a layer's width that a pipeline stage hands on for each token;
+            0 where the engine has no pipelines.
         reserve_bytes: device memory that the engine and the CUDA context take for themselves.
         serving: how it forms steps out of requests; None where it has no scheduler.
     """
@@ -176,6 +178,7 @@ class Engine:
     moe_dispatch: str = "allreduce"
     ep_replicates: bool = False
     dp_dispatch: tuple[str, ...] = ()
+    pipeline_tensors: int = 0
     reserve_bytes: float = 0.0
     serving: Serving | None = None
     asked_version: str | None = None
@@ -338,6 +341,12 @@ class Parallelism:
         """Devices that the configuration occupies."""
         return self.replicas * self.workers * self.pp
 
+    @property
+    def layout(self) -> str:
+        """Degrees of a replica: ``tp=2, ep=1, dp=1``, and ``pp=2`` where there is a pipeline."""
+        pipeline = f", pp={self.pp}" if self.pp > 1 else ""
+        return f"tp={self.tp}, ep={self.ep}, dp={self.dp}{pipeline}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
@@ -349,6 +358,9 @@ class Config:
         power_limit_w: of each board, the calibration's by default.
         routing: how tokens choose experts (``zipf:1.2``), the spec's own way by default.
         redundant_experts: experts that are held twice.
+        microbatches: parts of the batch that are in the stages of a pipeline at a time. By default
+            as the engine does with a batch that it gets at once: one for each step that its limits
+            make of the prefill, at most one for each stage.
     """
 
     parallelism: Parallelism = Parallelism()
@@ -356,3 +368,4 @@ class Config:
     power_limit_w: float | None = None
     routing: str | None = None
     redundant_experts: int = 0
+    microbatches: int | None = None

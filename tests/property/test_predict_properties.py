@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from energylens.cost.board import board
 from energylens.cost.bundle import select
 from energylens.lower import lower
-from energylens.predict import Catalogue, machine, predict
+from energylens.machine import StepSums, machine
+from energylens.predict import Catalogue, predict
 from energylens.results import Anchors, BoardAnchor, HostAnchor, Infeasible, Kind, Prediction
 from energylens.spec.system import Config, Mode, Parallelism, Phase, Sequences, Step, Workload
 
@@ -205,8 +206,8 @@ def test_many_steps_are_priced_at_once_as_one_by_one(
         power_limit_w=watts,
         link=CATALOGUE.link(on, tp),
     )
-    latency, energy = priced.price(lowered, asked)
-    for step, latency_s, energy_j in zip(asked, latency, energy, strict=True):
+    latency, energy = priced.price(StepSums(priced.model), (lowered,), asked)
+    for step, latency_s, energy_j in zip(asked, latency[:, 0], energy[:, 0], strict=True):
         whole = priced.step(lowered.ops(step), step.mode, frozenset())
         assert latency_s == pytest.approx(whole.latency_s, rel=1e-9)
         assert energy_j == pytest.approx(whole.energy_j, rel=1e-9)

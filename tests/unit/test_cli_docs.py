@@ -11,7 +11,11 @@ import typer
 from energylens.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "CONTRIBUTING.md")
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+)
 
 
 def commands() -> dict[str, set[str]]:
@@ -31,7 +35,7 @@ def test_commands_on_the_pages_exist_with_their_flags(page: str) -> None:
     assert mentioned
     for verb, rest in mentioned:
         assert verb in known, f"{page}: energylens {verb}"
-        for flag in re.findall(r"--[a-z-]+", rest):
+        for flag in re.findall(r"--[a-z_-]+", rest):
             assert flag in known[verb], f"{page}: energylens {verb} {flag}"
 
 

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import energylens
 from energylens.cli import main
 from energylens.errors import OutOfRangeError, SpecError
-from energylens.explore import OBJECTIVES, TABLE_ERROR, Constraints, SearchSpace, explore
+from energylens.explore import (
+    OBJECTIVES,
+    TABLE_ERROR,
+    Constraints,
+    Prices,
+    SearchSpace,
+    explore,
+)
 from energylens.explore.front import exact_values
 from energylens.predict import Catalogue, predict
-from energylens.report.frontier import frontier_plot, launch_command
+from energylens.report.frontier import frontier_plot
+from energylens.report.launch import commands, launch_command
 from energylens.results import Frontier, Infeasible, Prediction
 from energylens.spec.system import Config, Parallelism, Workload
 
@@ -54,7 +65,7 @@ def exactly(frontier: Frontier, batch: int, parallelism: Parallelism) -> Predict
         CATALOGUE.spec(frontier.spec),
         engine=engine,
         device=H200,
-        config=Config(parallelism=parallelism),
+        config=Config(parallelism=parallelism, microbatches=min(parallelism.pp, batch)),
         workload=Workload(batch=batch, prompt_len=frontier.prompt_len, gen_len=frontier.gen_len),
         bundles=CATALOGUE.bundles(H200, engine),
         link=CATALOGUE.link(H200, 8),
@@ -63,7 +74,10 @@ def exactly(frontier: Frontier, batch: int, parallelism: Parallelism) -> Predict
     return result
 
 
+UNPRICED = [name for name in OBJECTIVES if not name.startswith(("cost", "carbon"))]
+
 CASES = [
+    ("llama3_8b", "vllm", 4, (1, 3, 40), 5000, 20),
     ("llama3_8b", "vllm", 2, (1, 2, 7, 8, 9, 33, 64), 1024, 128),
     ("llama3_8b", "vllm", 3, (1, 3, 17, 60, 61), 777, 3),
     ("llama3_8b", "hf", 2, (1, 8, 9), 512, 64),
@@ -123,6 +137,47 @@ def test_the_table_is_as_good_as_it_says(spec: str, prompt: int, gen: int) -> No
             assert c.values[name] == pytest.approx(value, rel=TABLE_ERROR), (c.id, name)
 
 
+@pytest.mark.parametrize("prompt", [333, 20000])
+def test_the_table_is_as_good_for_pipelines(prompt: int) -> None:
+    space = SearchSpace(batches=range(1, 70), tp=(1, 2), pp=(2, 3, 4))
+    f = found(gpus=8, prompt_len=prompt, gen_len=30, space=space, exact=1)
+    rows = [c for c in f.configs if not c.exact]
+    for c in rows[:: len(rows) // 12]:
+        for name, (value, _, _) in exact_values(exactly(f, c.batch, c.parallelism)).items():
+            assert c.values[name] == pytest.approx(value, rel=TABLE_ERROR), (c.id, name)
+    assert any("as many parts of the batch in flight" in note for note in f.notes)
+
+
+def test_pipelines_of_any_degree_are_tried_and_launched(capsys: Capture) -> None:
+    f = found("llama3_70b", gpus=8, space=SearchSpace(batches=(16,), tp=(2,)))
+    assert {c.parallelism.pp: (c.parallelism.replicas, c.unused_gpus) for c in f.configs} == {
+        1: (4, 0),
+        2: (2, 0),
+        3: (1, 2),
+        4: (1, 0),
+    }
+    deep = next(c for c in f.configs if c.parallelism.pp == 4)
+    assert deep.id == "tp2-ep1-dp1-pp4-b16"
+    command = launch_command(f, deep)
+    assert command is not None
+    assert "--tensor-parallel-size 2 --pipeline-parallel-size 4 --max-num-seqs 16 " in command
+    words = ["explore", "llama3_70b", "--gpus", "8", "--batch", "16", "--tp", "2", "--pp", "4"]
+    assert main([*words, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    again = document["picks"][0]["predict"].split()[1:]
+    assert "--pp 4 --microbatches 4 --batch 16" in " ".join(again)
+    assert main([*again, "--json"]) == 0
+    predicted = json.loads(capsys.readouterr().out)
+    assert predicted["tpot_s"] == document["configs"][0]["tpot_s"]
+
+
+def test_an_engine_without_pipelines_has_none() -> None:
+    f = found(engine="hf", gpus=8, space=SearchSpace(batches=(1,)))
+    assert {c.parallelism.pp for c in f.configs} == {1}
+    with pytest.raises(SpecError, match="no layout asked for fits on 2 GPUs"):
+        search(space=SearchSpace(pp=(4,)))
+
+
 def test_a_limited_search_knows_the_best_exactly_and_the_rest_from_the_table() -> None:
     space = SearchSpace(batches=range(1, 33))
     f, whole = found(space=space, exact=6), found(space=space, exact=ALL)
@@ -146,7 +201,7 @@ def test_counts_add_up_and_say_why() -> None:
         gpus=4,
         prompt_len=2048,
         gen_len=512,
-        space=SearchSpace(batches=(1, 4, 8, 400), tp=(1, 2, 3, 4, 8)),
+        space=SearchSpace(batches=(1, 4, 8, 400), tp=(1, 2, 3, 4, 8), pp=(1,)),
         constraints=Constraints(max_tpot_s=0.03),
     )
     counts = f.counts
@@ -163,7 +218,9 @@ def test_counts_add_up_and_say_why() -> None:
 
 
 def test_replicas_fill_the_gpus_and_the_rest_is_not_counted() -> None:
-    f = found(gpus=7, space=SearchSpace(batches=(4,)), exact=ALL, objectives=tuple(OBJECTIVES))
+    f = found(
+        gpus=7, space=SearchSpace(batches=(4,), pp=(1,)), exact=ALL, objectives=tuple(UNPRICED)
+    )
     by_tp = {c.parallelism.tp: c for c in f.configs}
     assert {tp: (c.parallelism.replicas, c.unused_gpus) for tp, c in by_tp.items()} == {
         1: (7, 0),
@@ -183,8 +240,8 @@ def test_nothing_that_meets_names_the_closest_and_what_it_misses() -> None:
     result = search(space=space, constraints=Constraints(max_tpot_s=1e-4, max_power_w=9e3))
     assert isinstance(result, Infeasible)
     assert "the closest is tp=2, ep=1, dp=1 with 1 replicas at batch 1" in result.reason
-    assert "against max_tpot_s 0.0001" in result.reason
-    assert "max_power_w" not in result.reason
+    assert "misses --max-tpot-ms 0.1 with " in result.reason
+    assert "--max-w" not in result.reason
 
 
 def test_nothing_that_fits_says_how_much_is_missing() -> None:
@@ -203,10 +260,50 @@ def test_a_power_limit_that_cannot_be_held_is_a_reason() -> None:
 def test_a_power_limit_that_few_or_none_can_hold_still_ends_in_an_answer(capsys: Capture) -> None:
     result = search(power_limit_w=135.0, gpus=1, space=SearchSpace(batches=range(1, 65)), exact=2)
     assert isinstance(result, Infeasible)
-    assert "that look the best can run: h200 cannot hold" in result.reason
+    assert "no layout of llama3_8b can run on 1 GPUs: h200 cannot hold 134 W" in result.reason
     words = ["explore", "llama3_8b", "--gpus", "1", "--power-limit", "150", "--batch", "1..64"]
     assert main([*words, "--top", "2"]) == 3
     assert "cannot hold" in capsys.readouterr().err
+
+
+def test_rows_that_cannot_hold_a_power_limit_are_refused_one_by_one() -> None:
+    # Prefills of large batches draw more than small ones, whatever the clock.
+    f = found(power_limit_w=250.0, space=SearchSpace(batches=range(1, 65), tp=(1,), pp=(1,)))
+    refused = sum(n for reason, n in f.counts.infeasible_by.items() if "cannot hold" in reason)
+    assert 0 < refused == f.counts.infeasible < 64
+    assert f.counts.tried == 64 == len(f.configs) + refused
+    for batch in (min(c.batch for c in f.configs), max(c.batch for c in f.configs)):
+        engine = CATALOGUE.engine("vllm")
+        p = predict(
+            CATALOGUE.spec("llama3_8b"),
+            engine=engine,
+            device=H200,
+            config=Config(power_limit_w=250.0),
+            workload=Workload(batch=batch),
+            bundles=CATALOGUE.bundles(H200, engine),
+        )
+        assert isinstance(p, Prediction)
+
+
+def test_fewer_replicas_where_gpus_or_power_count() -> None:
+    space = SearchSpace(batches=(16, 64), tp=(1, 2), pp=(1,))
+    f = found(gpus=4, space=space, objectives=("gpus", "energy_per_token"), exact=ALL)
+    best = f.best("gpus")
+    assert best.parallelism.replicas == best.values["gpus"] == 1
+    assert {c.parallelism.replicas for c in f.configs if c.parallelism.tp == 1} == {1, 2, 3, 4}
+    assert {c.id for c in f.configs} >= {"tp1-ep1-dp1-x1-b64", "tp1-ep1-dp1-b64"}
+    # Each replica is what it is alone, and there are as many tokens as replicas make.
+    one, four = (
+        next(c for c in f.configs if c.id == f"tp1-ep1-dp1{x}-b64").values for x in ("-x1", "")
+    )
+    assert one["energy_per_token_j"] == pytest.approx(four["energy_per_token_j"])
+    for name in ("total_power_w", "throughput_tokens_s", "gpus"):
+        assert 4 * one[name] == pytest.approx(four[name])
+    limits = Constraints(max_power_w=1500.0)
+    g = found(gpus=4, space=space, constraints=limits, exact=ALL)
+    kept = {c.parallelism.tp: c for c in g.configs if c.batch == 64 and not c.filtered_by}
+    assert {tp: c.parallelism.replicas for tp, c in kept.items()} == {1: 2, 2: 1}
+    assert all(c.values["total_power_w"] <= 1500 for c in kept.values())
 
 
 def test_the_best_of_equal_ones_is_on_the_front() -> None:
@@ -245,6 +342,45 @@ def test_a_front_of_other_objectives_is_no_line_in_the_plot(
     assert drawn == ["front"]
 
 
+def test_costs_are_gpu_time_and_energy_at_their_prices() -> None:
+    prices = Prices(per_gpu_hour=3.0, per_kwh=0.25, pue=1.2, carbon_g_per_kwh=400.0)
+    f = found(
+        gpus=3,
+        space=SearchSpace(batches=(1, 7, 40)),
+        objectives=("cost_per_token", "carbon_per_request", "cost_per_request"),
+        prices=prices,
+        exact=3,
+    )
+    assert {c.exact for c in f.configs} == {True, False}
+    for c in f.configs:
+        p, sequences = exactly(f, c.batch, c.parallelism), c.batch * c.parallelism.replicas
+        assert p.tpot_s and p.ttlt_s and p.energy_per_token_j and p.energy_per_request_j
+        gpu_hours = [p.parallelism.gpus * s / 3600 / sequences for s in (p.tpot_s, p.ttlt_s)]
+        kwh = [1.2 * j / 3.6e6 for j in (p.energy_per_token_j, p.energy_per_request_j)]
+        expected = {
+            "cost_per_million_tokens": 1e6 * (3.0 * gpu_hours[0] + 0.25 * kwh[0]),
+            "cost_per_request": 3.0 * gpu_hours[1] + 0.25 * kwh[1],
+            "carbon_per_million_tokens_g": 1e6 * 400.0 * kwh[0],
+            "carbon_per_request_g": 400.0 * kwh[1],
+        }
+        for name, value in expected.items():
+            assert c.values[name] == pytest.approx(value, rel=1e-9 if c.exact else TABLE_ERROR)
+            if c.exact:
+                low, high = c.intervals[name]
+                assert low < value < high
+    best = min(f.configs, key=lambda c: c.values["cost_per_million_tokens"])
+    assert f.best("cost_per_token") is best
+
+
+def test_power_alone_ranks_as_energy_does() -> None:
+    space, objectives = SearchSpace(batches=(1, 8, 64)), ("energy_per_token", "energy_per_request")
+    costs = tuple(name.replace("energy", "cost") for name in objectives)
+    by_energy = found(space=space, objectives=objectives, exact=ALL)
+    by_cost = found(space=space, objectives=costs, prices=Prices(per_kwh=0.3), exact=ALL)
+    assert [c.id for c in by_cost.front] == [c.id for c in by_energy.front]
+    assert not any(name.startswith("carbon") for name in by_cost.configs[0].values)
+
+
 def test_one_token_needs_other_objectives() -> None:
     with pytest.raises(SpecError, match="energy_per_prompt and ttft"):
         search(gen_len=1)
@@ -266,6 +402,8 @@ def test_one_token_needs_other_objectives() -> None:
         ({"power_limit_w": 1e4}, SpecError, "allows up to 700 W"),
         ({"space": SearchSpace(tp=(4, 8))}, SpecError, "no layout asked for fits on 2 GPUs"),
         ({"constraints": Constraints(max_ttft_s=-1.0)}, OutOfRangeError, "max_ttft_s"),
+        ({"objectives": ("cost_per_token",)}, SpecError, "cost_per_token needs a price"),
+        ({"objectives": ("carbon_per_request",)}, SpecError, "needs --carbon-g-per-kwh"),
     ],
 )
 def test_what_cannot_be_is_refused(
@@ -277,10 +415,89 @@ def test_what_cannot_be_is_refused(
         SearchSpace(batches=(0, 1))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"per_gpu_hour": 0.0}, "per_gpu_hour must be a number above 0, not 0"),
+        ({"per_kwh": float("inf")}, "per_kwh must be a number above 0, not inf"),
+        ({"pue": 0.9, "per_kwh": 1.0}, "pue must be a number of at least 1, not 0.9"),
+        ({"pue": 1.1, "per_gpu_hour": 2.0}, "pue multiplies the price and the carbon"),
+    ],
+)
+def test_prices_that_cannot_be_are_refused(wrong: dict[str, float], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        Prices(**wrong)
+
+
 def test_rows_are_flat_and_alike() -> None:
     rows = found(space=SearchSpace(batches=(1, 8))).rows()
     assert len({tuple(row) for row in rows}) == 1
     assert all(isinstance(v, str | int | float | None) for row in rows for v in row.values())
+
+
+# ---------------------------------------------------------------- several devices
+
+
+def test_several_devices_share_one_front_at_the_same_limits() -> None:
+    words: dict[str, Any] = {"batch": (1, 3, 8, 40), "max_tpot_s": 0.030, "top": ALL}
+    both = energylens.explore("llama3_8b", device=["h200", "a6000"], gpus=[1, 4], **words)
+    large = energylens.explore("llama3_8b", device="h200", gpus=1, **words)
+    small = energylens.explore("llama3_8b", device="a6000", gpus=4, **words)
+    assert isinstance(both, Frontier)
+    assert isinstance(large, Frontier) and isinstance(small, Frontier)
+    assert [(pool.device, pool.gpus) for pool in both.pools] == [("h200", 1), ("a6000", 4)]
+    own = [c for f in (large, small) for c in f.configs]
+    assert [c.values for c in both.configs] == [c.values for c in own]
+    assert len({c.id for c in both.configs}) == len(own)
+    assert both.counts.tried == large.counts.tried + small.counts.tried
+    costs = {
+        c.id: (c.values["energy_per_token_j"], c.values["tpot_s"])
+        for c in both.configs
+        if not c.filtered_by
+    }
+    front = {
+        i
+        for i, (j, s) in costs.items()
+        if not any(a <= j and b <= s and (a, b) != (j, s) for a, b in costs.values())
+    }
+    assert {c.id for c in both.front} == front
+    assert {c.pool.device for c in both.front} == {"h200"}
+    best = min(costs, key=lambda i: costs[i])
+    assert both.best("energy_per_token").id == best
+    dominated = [c for c in both.configs if c.pool.device == "a6000" and not c.filtered_by]
+    assert dominated and all((c.dominated_by or "").startswith("1xh200-") for c in dominated)
+
+
+def test_a_device_that_cannot_is_left_out_and_named() -> None:
+    found_both = energylens.explore("llama3_70b", device=["h200", "a6000"], gpus=2, batch=(1, 64))
+    assert isinstance(found_both, Frontier)
+    assert {c.pool.device for c in found_both.configs} == {"h200"}
+    assert any(
+        note.startswith("2 x a6000 is left out: llama3_70b does not fit a6000")
+        for note in found_both.notes
+    )
+    neither = energylens.explore("llama3_70b", device=["h200", "a6000"], gpus=1, batch=64)
+    assert isinstance(neither, Infeasible)
+    assert "1 x h200: llama3_70b does not fit h200" in neither.reason
+    assert "1 x a6000: llama3_70b does not fit a6000" in neither.reason
+
+
+def test_devices_and_numbers_of_gpus_go_in_pairs(capsys: Capture) -> None:
+    words = ["explore", "llama3_8b", "--batch", "1,8", "--tp", "1"]
+    assert main([*words, "--device", "h200,a6000", "--gpus", "1,4"]) == 0
+    out = capsys.readouterr().out
+    assert "llama3_8b on 1 x h200 or 4 x a6000, engine vllm" in out
+    assert "4 x a6000, best energy_per_token: tp1 x 4, batch 8, rank " in out
+    assert main([*words, "--device", "a6000", "--gpus", "1,2", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["device"] is None
+    assert document["pools"] == [{"device": "a6000", "gpus": n} for n in (1, 2)]
+    for pick in document["picks"]:
+        assert "--device a6000" in pick["predict"]
+    assert main([*words, "--device", "h200,a6000", "--gpus", "1,2,4"]) == 2
+    assert "--gpus names 3 numbers and --device 2 devices" in capsys.readouterr().err
+    assert main([*words, "--device", "h200,h200", "--gpus", "1"]) == 2
+    assert "1 x h200 is named 2 times" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- the verb
@@ -299,7 +516,7 @@ def test_the_document_holds_every_configuration(capsys: Capture, tmp_path: Path)
     assert document["constraints"] == {"max_tpot_s": 0.006}
     configs = {c["id"]: c for c in document["configs"]}
     counts = document["counts"]
-    assert counts["tried"] == 10 == len(configs) + counts["infeasible"]
+    assert counts["tried"] == 15 == len(configs) + counts["infeasible"]
     for c in configs.values():
         places = [c["on_frontier"], c["dominated_by"] is not None, bool(c["filtered_by"])]
         assert sum(places) == 1, c
@@ -310,6 +527,24 @@ def test_the_document_holds_every_configuration(capsys: Capture, tmp_path: Path)
         rows = list(csv.DictReader(file))
     assert [row["id"] for row in rows] == list(configs)
     assert [float(row["tpot_s"]) for row in rows] == [c["tpot_s"] for c in configs.values()]
+
+
+def test_prices_reach_the_table_and_the_files(capsys: Capture, tmp_path: Path) -> None:
+    priced = [*SMALL, "--price-per-gpu-hour", "2", "--carbon-g-per-kwh", "300"]
+    csv_file = tmp_path / "all.csv"
+    objectives = ["--objective", "cost_per_request,carbon_per_token"]
+    assert main([*priced, *objectives, "--json", "--csv", str(csv_file)]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["prices"] == {"per_gpu_hour": 2.0, "carbon_g_per_kwh": 300.0}
+    assert [pick["objective"] for pick in document["picks"]] == document["objectives"]
+    assert main(priced) == 0
+    out = capsys.readouterr().out
+    assert "cost of" in out and "CO2e of" in out
+    assert "prices: per gpu hour 2, carbon g per kwh 300" in out
+    with csv_file.open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    name = "cost_per_million_tokens"
+    assert [float(r[name]) for r in rows] == [c[name] for c in document["configs"]]
 
 
 def test_the_line_that_reproduces_a_number_does(capsys: Capture) -> None:
@@ -338,6 +573,50 @@ def test_experts_over_some_workers_have_no_launch_command(capsys: Capture) -> No
     assert "launch: no server of engine hf is known" in capsys.readouterr().out
 
 
+def command(found_config: dict[str, int], name: str, batch: int = 24) -> str | None:
+    """A command of a layout of qwen3_moe."""
+    degrees = {"tp": 1, "ep": 1, "dp": 1, "pp": 1} | found_config
+    gpus = degrees["tp"] * degrees["dp"] * degrees["pp"]
+    space = SearchSpace(batches=(batch,), **{k: (v,) for k, v in degrees.items()})
+    f = found("qwen3_moe", gpus=gpus, prompt_len=1000, gen_len=200, space=space)
+    return commands(f, f.front[0], lambda device: f"predict {device}")[name]
+
+
+def test_other_servers_get_the_same_layout_in_their_own_words() -> None:
+    sglang = "python -m sglang.launch_server --model-path Qwen/Qwen3-30B-A3B "
+    limits = "--chunked-prefill-size 16384 --context-length 1200"
+    assert command({"tp": 2}, "sglang") == (
+        f"{sglang}--tp-size 2 --max-running-requests 24 --cuda-graph-max-bs 24 {limits}"
+    )
+    assert command({"tp": 2, "dp": 2, "ep": 4}, "sglang") == (
+        f"{sglang}--tp-size 4 --dp-size 2 --enable-dp-attention --ep-size 4 "
+        f"--max-running-requests 24 --cuda-graph-max-bs 12 {limits}"
+    )
+    trtllm = "trtllm-serve Qwen/Qwen3-30B-A3B "
+    assert command({"tp": 2, "ep": 2, "pp": 2}, "trtllm") == (
+        f"{trtllm}--tp_size 2 --ep_size 2 --pp_size 2 --max_batch_size 24 --max_num_tokens 16384 "
+        "--max_seq_len 1200"
+    )
+    assert command({"dp": 2, "ep": 2}, "trtllm") == (
+        f"{trtllm}--tp_size 2 --ep_size 2 --max_batch_size 12 --max_num_tokens 16384 "
+        "--max_seq_len 1200 --extra_llm_api_options <(echo 'enable_attention_dp: true')"
+    )
+    assert command({"tp": 2, "dp": 2}, "trtllm") is None
+
+
+def test_a_pick_says_what_would_falsify_it() -> None:
+    assert command({"tp": 2}, "bench") == (
+        "vllm bench serve --model Qwen/Qwen3-30B-A3B --dataset-name random --random-input-len 1000 "
+        "--random-output-len 200 --ignore-eos --num-prompts 24 --max-concurrency 24 "
+        "--percentile-metrics ttft,tpot,e2el"
+    )
+    assert command({"tp": 2, "ep": 2}, "profile") == (
+        "energylens profile Qwen/Qwen3-30B-A3B --engine vllm --tp 2 --ep 2 --batch-size 24 "
+        "--prompt-len 1000 --gen-len 200 --context-len 1100 --ttft --tpot --ttlt --energy"
+    )
+    assert command({"dp": 2}, "profile") is None
+
+
 @pytest.mark.parametrize("columns", ["60", "200"])
 def test_the_table_says_what_to_choose_and_what_it_costs(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, columns: str
@@ -350,9 +629,12 @@ def test_the_table_says_what_to_choose_and_what_it_costs(
     launch = next(line for line in lines if line.startswith("launch: "))
     assert launch.startswith("launch: vllm serve meta-llama/Llama-3.1-8B --tensor-parallel-size ")
     assert any(line.startswith("check: energylens predict llama3_8b ") for line in lines)
+    for start in ("sglang, not calibrated: python -m sglang.", "trtllm, not calibrated: trtllm-s"):
+        assert any(line.startswith(start) for line in lines)
+    assert any(line.startswith("measure energy, too: energylens profile ") for line in lines)
     assert "best energy_per_token" in out
-    assert "the best tpot (tp2-ep1-dp1-b1) costs" in " ".join(out.split())
-    assert "10 configurations tried" in out
+    assert re.search(r"the best tpot \(tp2-ep1-dp1-b\d+\) costs", " ".join(out.split()))
+    assert "15 configurations tried" in out
 
 
 def test_the_plot_is_an_image(capsys: Capture, tmp_path: Path) -> None:
@@ -389,7 +671,13 @@ def test_a_missing_plotting_library_is_told_before_the_work(
         (["--csv", "/dev/null/no/a.csv"], "--csv: /dev/null/no/a.csv cannot be written"),
         (["--tp", "4"], "no layout asked for fits on 2 GPUs"),
         (["--engine", "nobody"], "unknown engine"),
-        (["--top", "0"], "at least 1"),
+        (["--top", "0"], "--top: 0 found, and must be at least 1"),
+        (["--gen-len", "0"], "--gen-len: 0 found, and must be at least 1"),
+        (["--prompt-len", "-3"], "--prompt-len: -3 found"),
+        (["--gen-len", "1"], "--gen-len 1: no token follows the first"),
+        (["--price-per-kwh", "-1"], "--price-per-kwh: -1 found"),
+        (["--objective", "cost_per_token"], "--price-per-gpu-hour, --price-per-kwh or both"),
+        (["--pue", "1.3"], "--price-per-kwh or --carbon-g-per-kwh"),
     ],
 )
 def test_bad_input_is_one_line_before_the_work(
@@ -413,7 +701,7 @@ def test_nothing_left_exits_with_3_and_a_document(capsys: Capture) -> None:
     assert document["feasible"] is False
     assert document["configs"] == []
     assert document["reason"] in err
-    assert "misses throughput_tokens_s" in document["reason"]
+    assert "misses --min-throughput 1e+09 with " in document["reason"]
 
 
 def test_an_engine_without_limits_is_searched_too() -> None:
@@ -426,5 +714,6 @@ def test_an_engine_without_limits_is_searched_too() -> None:
         space=SearchSpace(batches=(1, 40)),
     )
     assert isinstance(f, Frontier)
-    assert f.batch_tokens is f.captured_tokens is None
+    (pool,) = f.pools
+    assert pool.batch_tokens is pool.captured_tokens is None
     assert f.source.name == "ROOFLINE"

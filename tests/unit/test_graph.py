@@ -97,14 +97,15 @@ BY_HAND = [
     ("vllm_silu_mul", ROWS, 75, 30, 15),
     ("vllm_kv_write", {"batch": 2, "new": 3, "kv_heads": 2, "head_dim": 8}, 0, 192, 192),
     ("argmax", ROWS, 15, 15, 3),
-    # 10 pairs: 6 x width x hidden FLOPs each; weights of 4 experts, 6 tokens in, 10 rows of three
-    # hidden widths and one token width between the products, the sum out.
-    ("hf_moe", MOE, 6 * 10 * 8 * 5, 3 * 4 * 8 * 5 + 6 * 8 + 10 * 23, 10 * 23 + 6 * 8),
+    # 10 pairs of its own: 6 x width x hidden FLOPs each; weights of 4 experts, 6 tokens in, all 12
+    # pairs with three hidden widths and one token width between the products, the sum out.
+    ("hf_moe", MOE, 6 * 10 * 8 * 5, 3 * 4 * 8 * 5 + 6 * 8 + 12 * 23, 12 * 23 + 6 * 8),
     ("vllm_moe", MOE, 6 * 10 * 8 * 5, 3 * 4 * 8 * 5 + 6 * 8 + 12 * 23, 12 * 23 + 6 * 8),
     ("all_reduce", {"values": 1000, "workers": 4}, 0, 1000, 1000),
     ("all_gather", {"values": 1000, "workers": 4}, 0, 1000, 1000),
     ("reduce_scatter", {"values": 1000, "workers": 4}, 0, 1000, 1000),
     ("all_to_all", {"values": 1000, "workers": 4}, 0, 1000, 1000),
+    ("send", {"values": 1000, "workers": 2}, 0, 1000, 1000),
 ]
 
 

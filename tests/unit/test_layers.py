@@ -18,7 +18,7 @@ OPEN = {"errors", "units"}
 """Open to all."""
 
 INTERNAL: dict[str, set[str]] = {
-    "__init__": set(),
+    "__init__": {"api"},
     "__main__": {"cli"},
     "errors": set(),
     "units": set(),
@@ -30,13 +30,27 @@ INTERNAL: dict[str, set[str]] = {
     "lower": {"spec", "graph", "results"},
     "cost": {"spec", "graph", "results", "anchors"},
     "schedule": {"spec", "graph", "results"},
-    "predict": {"spec", "graph", "lower", "cost", "schedule", "results"},
-    "explore": {"spec", "lower", "cost", "schedule", "predict", "results"},
-    "serving": {"spec", "lower", "cost", "predict", "results"},
+    "machine": {"spec", "graph", "lower", "cost", "schedule", "results"},
+    "predict": {"spec", "graph", "lower", "cost", "schedule", "machine", "results"},
+    "explore": {"spec", "lower", "cost", "schedule", "machine", "predict", "results"},
+    "serving": {"spec", "lower", "cost", "machine", "predict", "results"},
     "truth": {"spec", "results", "anchors"},
     "validate": {"results"},
+    "api": {
+        "spec",
+        "cost",
+        "results",
+        "anchors",
+        "predict",
+        "explore",
+        "truth",
+        "validate",
+        "profiler",
+    },
     "baseline": {"results"},
+    "sweep": {"spec", "results", "files", "api", "predict", "explore", "serving"},
     "report": {"spec", "results", "anchors", "validate", "baseline"},
+    "report/page": {"explore"},
     "meter": set(),
     "store": {"spec", "graph", "meter", "results", "anchors", "files"},
     "bench": {"spec", "graph", "lower", "meter", "store", "results", "anchors", "files"},
@@ -59,6 +73,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "lower": {"numpy"},
     "cost": {"numpy", "scipy"},
     "schedule": {"numpy"},
+    "machine": {"numpy"},
     "predict": {"numpy"},
     "explore": {"numpy"},
     "serving": {"numpy"},
@@ -70,6 +85,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "bench": {"torch", "transformers", "vllm", "yaml", "rich", "numpy"},
     "fit": {"numpy", "scipy", "sklearn", "pandas"},
     "profiler": {"torch", "transformers", "vllm", "numpy", "scipy", "rich"},
+    "sweep": {"joblib", "distributed"},
     "cli": {"typer", "rich"},
 }
 """Package, module or ``package/module`` -> third-party libraries that it may import."""
@@ -77,7 +93,18 @@ THIRD_PARTY: dict[str, set[str]] = {
 CLI_EAGER = {"spec"}
 """What cli may import before a verb is chosen: the words of its options."""
 
-HEAVY = ("torch", "transformers", "vllm", "sklearn", "pandas", "pynvml", "jtop", "matplotlib")
+HEAVY = (
+    "joblib",
+    "distributed",
+    "torch",
+    "transformers",
+    "vllm",
+    "sklearn",
+    "pandas",
+    "pynvml",
+    "jtop",
+    "matplotlib",
+)
 
 
 def sources() -> list[Path]:

@@ -87,11 +87,6 @@ def test_a_vocabulary_that_does_not_divide_is_padded() -> None:
     assert ops["lm_head_all_gather"].sizes["values"] == 2 * 151672
 
 
-@pytest.mark.parametrize("degrees", [{"pp": 2}, {"pp": 4, "tp": 2}])
-def test_other_axes_are_infeasible_and_say_what_is_supported(degrees: dict[str, int]) -> None:
-    assert "only tp, ep, dp and replicas are" in reason(LLAMA, Parallelism(**degrees))
-
-
 def test_data_parallel_attention_of_a_dense_model_is_copies() -> None:
     assert "use replicas=2" in reason(LLAMA, Parallelism(dp=2))
 

@@ -51,6 +51,7 @@ def test_every_kernel_is_priced_as_a_weak_source_with_a_wide_error(kernel: str):
         ("all_gather", 8, 0.875),
         ("reduce_scatter", 4, 0.75),
         ("all_to_all", 2, 0.5),
+        ("send", 2, 1.0),
     ],
 )
 def test_traffic_over_the_bus_is_that_of_nccl_tests(kernel: str, workers: int, factor: float):

@@ -13,7 +13,8 @@ import pytest
 from energylens.cli import main
 from energylens.errors import OutOfRangeError, SpecError
 from energylens.lower import Lowered, lower
-from energylens.predict import Catalogue, Machine
+from energylens.machine import Machine, StepSums
+from energylens.predict import Catalogue
 from energylens.results import Infeasible, ServingResult
 from energylens.serving import (
     Limits,
@@ -404,8 +405,11 @@ def priced(monkeypatch: pytest.MonkeyPatch) -> StepPricer:
     assert VLLM.serving is not None
     price = pricer(VLLM.serving, context_s=3e-8)
 
-    def stand_in(self: Machine, lowered: Lowered, steps: Sequence[Step]) -> Prices:
-        return price(steps)
+    def stand_in(
+        self: Machine, sums: StepSums, stages: Sequence[Lowered], steps: Sequence[Step]
+    ) -> Prices:
+        latency, energy = price(steps)
+        return latency[:, None], energy[:, None]
 
     monkeypatch.setattr(Machine, "price", stand_in, raising=False)
     return price

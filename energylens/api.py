@@ -14,7 +14,8 @@ the result is an `Infeasible` with the reason, whose ``rows`` say so.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,12 +89,7 @@ def setting(
     board = device if isinstance(device, Device) else known.device(str(device))
     profile = engine if isinstance(engine, Engine) else known.engine(str(engine))
     given = _anchors(anchors)
-    for b in given.boards if given else ():
-        if b.device != board.name:
-            raise SpecError(
-                f"--anchor: board {b.board_uuid} is of {b.device}, but --device is {board.name}; "
-                "give anchors of that device"
-            )
+    _check_device(given, board)
     return Setting(
         spec=spec if isinstance(spec, Spec) else known.spec(str(spec)),
         engine=profile,
@@ -459,7 +455,8 @@ def validate(
         catalogue: where names are looked up, as for `setting`.
 
     Raises:
-        SpecError: a file cannot be read, or an argument is wrong.
+        SpecError: a file cannot be read, anchors are of another device than the rows, or an
+            argument is wrong.
     """
     from energylens.profiler.trace import LAWS_OFF
     from energylens.truth import read_measurements
@@ -471,6 +468,8 @@ def validate(
     rows = [m for m in items if isinstance(m, Measurement)]
     rows += read_measurements([Path(f) for f in items if not isinstance(f, Measurement)])
     given, laws = _anchors(anchors), frozenset(without)
+    for device in _known_devices(rows, known):
+        _check_device(given, device)
 
     def predicting(laws: frozenset[str]) -> Predict:
         return lambda m, own: predict_measurement(m, anchors=own, without=laws, catalogue=known)
@@ -482,6 +481,23 @@ def validate(
         by=by,
         ignore_anchors=ignore_anchors,
     )
+
+
+def _known_devices(rows: Iterable[Measurement], catalogue: Catalogue) -> Iterator[Device]:
+    """Devices of the rows; those of an unknown one are told with their reason instead."""
+    for name in dict.fromkeys(m.device for m in rows):
+        with suppress(SpecError):
+            yield catalogue.device(name)
+
+
+def _check_device(anchors: Anchors | None, device: Device) -> None:
+    """Refuse boards of another device."""
+    for b in anchors.boards if anchors else ():
+        if b.device != device.name:
+            raise SpecError(
+                f"--anchor: board {b.board_uuid} is of {b.device}, but the device is "
+                f"{device.name}; give anchors of that device"
+            )
 
 
 def _with_anchors(measurement: Measurement, given: Anchors | None) -> Measurement:

@@ -191,6 +191,8 @@ def _check_header(path: Path, header: list[str]) -> None:
 def _of_profile(path: Path) -> Iterator[tuple[_Cells, Measurement]]:
     """Each measured phase of a profile, read as if its numbers stood in a truth CSV."""
     run = _document(path)
+    if not (record := _cell(run.get("record_id"), f"{path}: record_id")):
+        raise SpecError(f"{path}: record_id is empty; each of its rows is named after it")
     whole = {name: _cell(run.get(name), f"{path}: {name}") for name in _OF_A_RUN}
     # What EnergyLens has no sheet of is told by the name it goes by: no row is lost for it.
     whole["spec"] = _cell(run.get("spec") or run.get("model"), f"{path}: spec")
@@ -212,7 +214,7 @@ def _of_profile(path: Path) -> Iterator[tuple[_Cells, Measurement]]:
         if phase is Phase.REQUEST:
             mode = mode or modes.get(Phase.DECODE)
         own = {
-            "record_id": f"{_cell(run.get('record_id'), f'{path}: record_id')}-{phase}",
+            "record_id": f"{record}-{phase}",
             "phase": phase.value,
             "mode": _cell(mode, f"{path}: modes"),
             "prefill_mode": _cell(modes.get(Phase.PREFILL), f"{path}: modes"),
@@ -240,10 +242,10 @@ def _of_profile(path: Path) -> Iterator[tuple[_Cells, Measurement]]:
 
 def _document(path: Path) -> Mapping[str, Any]:
     try:
-        run = json.loads(path.read_text(encoding="utf-8"))
+        run = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise SpecError(f"{path}: cannot be read ({error.strerror}); expected a profile") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SpecError(f"{path}: not JSON ({error}); is the file cut off?") from None
     schema = run.get("schema") if isinstance(run, dict) else None
     if schema != PROFILE_SCHEMA:
@@ -293,7 +295,11 @@ def _latency_noise(found: Mapping[str, Any], mean_s: float | None, where: str) -
     try:
         low, high = (float(end) for end in interval)
     except (TypeError, ValueError):
-        raise SpecError(f"{where}.latency.ci95: must be two numbers, not {interval!r}") from None
+        low = high = math.nan
+    if not -math.inf < low <= high < math.inf:
+        raise SpecError(
+            f"{where}.latency.ci95: must be two numbers, the lower one first, not {interval!r}"
+        )
     return (high - low) / 2 / mean_s
 
 
@@ -301,7 +307,7 @@ def _energy_noise(found: Mapping[str, Any], where: str) -> float | None:
     error = found.get("energy_rel_se")
     if error is None:
         return None
-    if isinstance(error, bool) or not isinstance(error, int | float) or not error >= 0:
+    if isinstance(error, bool) or not isinstance(error, int | float) or not 0 <= error < math.inf:
         raise SpecError(f"{where}.energy_rel_se: must be a number from 0 on, not {error!r}")
     return _DEVIATIONS_95 * error
 
@@ -316,7 +322,7 @@ def _kernels(rows: Any, where: str) -> tuple[KernelRow, ...]:
     if rows is not None and not isinstance(rows, list):
         raise SpecError(f"{where}: must be a list or null, not {rows!r}")
     try:
-        return tuple(
+        kernels = tuple(
             KernelRow(
                 phase=str(row["phase"]),
                 kind=Kind(row["kind"]),
@@ -332,6 +338,12 @@ def _kernels(rows: Any, where: str) -> tuple[KernelRow, ...]:
             f"{where}: a row needs phase, kind ({', '.join(Kind)}), op, count, latency_s and "
             f"share ({error})"
         ) from None
+    for i, kernel in enumerate(kernels):
+        if not 0 <= kernel.latency_s < math.inf:
+            raise SpecError(
+                f"{where}[{i}]: latency_s is {kernel.latency_s!r}, and must be a number from 0 on"
+            )
+    return kernels
 
 
 def _measurement(cells: _Cells) -> Measurement:

@@ -283,7 +283,7 @@ def _row(
 def _kinds(
     m: Measurement, predict_kernels: Predict | None, anchors: Anchors | None
 ) -> tuple[KindComparison, ...]:
-    if not m.kernels or predict_kernels is None:
+    if not _by_kind(m.kernels) or predict_kernels is None:
         return ()
     outcome = predict_kernels(m, anchors)
     if not isinstance(outcome, Prediction):

@@ -28,7 +28,7 @@ def import_spec(
 
     check_output("--out", out, (".yaml", ".yml"))
     folder = model if model.is_dir() else model.parent
-    spec = import_spec(model, name or _name(folder.resolve().name))
+    spec = import_spec(model, _name(folder.resolve().name) if name is None else name)
     text = dump_spec(spec)
     if out is None:
         show(text.rstrip())

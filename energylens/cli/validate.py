@@ -118,5 +118,5 @@ def _against_baseline(
     if found.regressed:
         raise typer.Exit(EXIT_INFEASIBLE)
     if found.incomplete:
-        what = "the new run does not show all that the baseline does"
+        what = "no verdict on all that the baseline holds; its reasons are above"
         raise typer.Exit(fail("incomplete", what, EXIT_INVALID))

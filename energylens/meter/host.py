@@ -17,6 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 
+from energylens.errors import MeterError
 from energylens.meter.base import Capability, SensorState
 from energylens.meter.tegra import read_text
 from energylens.meter.window import Reading
@@ -117,7 +118,12 @@ class HostMeter:
 
         A long window needs snapshots in between, at least one each time that a counter may start
         anew.
+
+        Raises:
+            MeterError: fewer than two snapshots make no window.
         """
+        if len(snapshots) < 2:
+            raise MeterError(f"energy of a host needs two snapshots; {len(snapshots)} found")
         return tuple(self._energy(domain, snapshots) for domain in self._domains)
 
     def _energy(self, domain: _Domain, snapshots: Sequence[HostSnapshot]) -> HostReading:

@@ -253,8 +253,10 @@ def _parse(path: Path, text: str) -> _Trace:
         try:
             ts, dur = float(item["ts"]), float(item["dur"])
         except (KeyError, TypeError, ValueError):
+            ts = dur = math.nan
+        if not math.isfinite(ts + dur):
             name = item.get("name")
-            raise SpecError(f"{path}: event {name!r} needs numbers as ts and dur") from None
+            raise SpecError(f"{path}: event {name!r} needs numbers as ts and dur")
         start, end = min(start, ts), max(end, ts + dur)
         cat, name = str(item.get("cat", "")).lower(), str(item.get("name", ""))
         wanted = (
@@ -265,19 +267,25 @@ def _parse(path: Path, text: str) -> _Trace:
         )
         if not wanted:
             return None
-        thread = (item.get("pid"), item.get("tid"))
-        return _Event(sys.intern(cat), sys.intern(name), ts, dur, thread, item.get("args"))
+        if dur < 0:
+            raise SpecError(f"{path}: event {name!r} has a duration of {dur:g}; profile again")
+        thread, link = (item.get("pid"), item.get("tid")), item.get("args")
+        link = link if isinstance(link, int) else None
+        return _Event(sys.intern(cat), sys.intern(name), ts, dur, thread, link)
 
     try:
         # Names of kernels and threads may hold control characters.
         document = json.loads(text, strict=False, object_hook=shrink)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise SpecError(f"{path}: cut off or no JSON ({error}); profile again") from None
     if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
         raise SpecError(f"{path}: no kernel trace; it must be a JSON object with traceEvents")
+    base_ns = document.get("baseTimeNanoseconds") or 0
+    if not isinstance(base_ns, int):
+        raise SpecError(f"{path}: baseTimeNanoseconds is {base_ns!r}, and must be a whole number")
     return _Trace(
         events=[e for e in document["traceEvents"] if isinstance(e, _Event)],
-        base_ns=int(document.get("baseTimeNanoseconds") or 0),
+        base_ns=base_ns,
         start_us=start,
         end_us=end,
     )
@@ -359,7 +367,7 @@ def _kinds_at_launch(events: Iterable[_Event]) -> dict[int | None, Kind]:
                 open_marks.pop()
             if event.cat not in _LAUNCH:
                 open_marks.append(event)
-            elif open_marks:
+            elif open_marks and event.link is not None:
                 found[event.link] = kinds[open_marks[-1].name]
     return found
 

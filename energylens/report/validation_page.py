@@ -61,13 +61,13 @@ def validation_page(validation: Validation, plot: str | None = None) -> str:
 
 
 def _list(lines: Iterable[str]) -> str:
-    return "\n".join(f"- {line}" for line in lines)
+    return "\n".join(f"- {' '.join(line.split())}" for line in lines)
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], text: int) -> str:
     """A table whose first ``text`` columns hold words, the others numbers; nothing for no rows."""
     rule = ["---" if i < text else "---:" for i in range(len(columns))]
-    body = [[cell.replace("|", "/") for cell in row] for row in rows]
+    body = [[" ".join(cell.replace("|", "/").split()) for cell in row] for row in rows]
     head = [column.replace("\n", " ") for column in columns]
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *body)) if body else ""
 

@@ -19,6 +19,7 @@ from energylens.spec.load import parse_spec
 from energylens.spec.model import Spec
 
 CONFIG = "config.json"
+_MOST_LAYERS = 10_000
 
 Entry = dict[str, Any]
 
@@ -36,7 +37,7 @@ def import_spec(path: Path, name: str) -> Spec:
     file = path / CONFIG if path.is_dir() else path
     try:
         root = Field(json.loads(file.read_text(encoding="utf-8")), "", str(file))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise SpecError(f"{file}: cannot be read as a Hugging Face config ({reason})") from None
     config = _Config(root)
@@ -72,6 +73,14 @@ class _Config:
         """A list of them, empty where there is none."""
         return [_count(item) for item in self.value(key).items()] if self.has(key) else []
 
+    @property
+    def layers(self) -> int:
+        """How many there are; each is looked at, so a number without sense is refused."""
+        layers = self.size("num_hidden_layers")
+        if layers > _MOST_LAYERS:
+            raise self.value("num_hidden_layers").expected(f"1 to {_MOST_LAYERS}")
+        return layers
+
     def flag(self, key: str, default: bool = False) -> bool:
         return self.value(key).flag() if self.has(key) else default
 
@@ -84,7 +93,7 @@ class _Config:
 
     def source(self, file: Path) -> str:
         """Where the sizes come from: the id that the file names, else its folder."""
-        return f"{self.value('_name_or_path').value or file.parent} {file.name}"
+        return f"{self.value('_name_or_path').value or file.parent.resolve()} {file.name}"
 
     def only(self, key: str, *allowed: object) -> None:
         """Refuse another value than the ones that the language carries."""
@@ -398,7 +407,7 @@ def _grouped_model(
 
 def _decoder(config: _Config, *, norms: bool = False, bias: str = "") -> _Model:
     """A dense one of the families of Llama and Qwen."""
-    layers = config.size("num_hidden_layers")
+    layers = config.layers
     mlp = _dense(config.flag("mlp_bias"))
     return _grouped_model(
         config,
@@ -418,12 +427,12 @@ def _late_windows(config: _Config, layers: int) -> list[int | None]:
     """Of Qwen: with ``use_sliding_window``, the layers from ``max_window_layers`` on have one."""
     if not config.flag("use_sliding_window") or not config.has("sliding_window"):
         return [None] * layers
-    first, window = config.size("max_window_layers", 28), config.size("sliding_window")
+    first, window = config.count("max_window_layers", 28), config.size("sliding_window")
     return [None if i < first else window for i in range(layers)]
 
 
 def _qwen3_moe(config: _Config) -> _Model:
-    layers, step = config.size("num_hidden_layers"), config.size("decoder_sparse_step", 1)
+    layers, step = config.layers, config.size("decoder_sparse_step", 1)
     dense = set(config.counts("mlp_only_layers"))
     sparse = [i not in dense and (i + 1) % step == 0 for i in range(layers)]
     width = "f" if all(sparse) else "i"
@@ -446,7 +455,7 @@ def _qwen3_moe(config: _Config) -> _Model:
 
 
 def _mixtral(config: _Config) -> _Model:
-    layers = config.size("num_hidden_layers")
+    layers = config.layers
     window = config.size("sliding_window") if config.has("sliding_window") else None
     precision = _precision(config, "fp8")
     routed = _experts(router=_wide(precision))
@@ -462,7 +471,7 @@ def _mixtral(config: _Config) -> _Model:
 
 
 def _gpt_oss(config: _Config) -> _Model:
-    layers, window = config.size("num_hidden_layers"), config.size("sliding_window", 128)
+    layers, window = config.layers, config.size("sliding_window", 128)
     precision = _precision(config, "mxfp4")
     wide = _wide(precision)
     routed = _experts(bias=True, router_bias=True, router=wide)
@@ -482,7 +491,8 @@ def _deepseek_v3(config: _Config) -> _Model:
     config.only("attention_bias", False)
     config.only("moe_layer_freq", 1)
     precision = _precision(config, "fp8")
-    layers, first = config.size("num_hidden_layers"), config.count("first_k_dense_replace", 3)
+    layers = config.layers
+    first = min(config.count("first_k_dense_replace", 3), layers)
     routed = _experts("i", router_bias=True, router=_wide(precision))
     mlps = [("dense_layer", _dense())] * first
     mlps += [("layer", [*routed, *_shared()])] * (layers - first)

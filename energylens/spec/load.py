@@ -201,11 +201,14 @@ def _block(field: Field, ranks: Mapping[str, int]) -> Block:
     cascade = tuple(_entry(item, ranks) for item in fields["cascade"].items(1))
     if again := twice(entry.name for entry in cascade):
         raise fields["cascade"].error(f"two entries have the name {again!r}; names must differ")
+    window = fields["window"].integer() if "window" in fields else None
+    if window is not None and not any(entry.mask for entry in cascade):
+        raise fields["window"].error("this block has no entry with a `mask`; remove it")
     return Block(
         name=fields["name"].text(),
         cascade=cascade,
         repeat=fields["repeat"].integer() if "repeat" in fields else 1,
-        window=fields["window"].integer() if "window" in fields else None,
+        window=window,
     )
 
 

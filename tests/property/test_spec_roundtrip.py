@@ -75,7 +75,8 @@ def specs(draw: st.DrawFn) -> Spec:
     for name in draw(st.lists(texts, min_size=1, max_size=3, unique=True)):
         members = draw(st.lists(texts, min_size=2, max_size=4, unique=True))
         cascade = tuple(draw(entries(member)) for member in members)
-        window = draw(st.none() | st.integers(1, 4096))
+        has_mask = any(entry.mask for entry in cascade)
+        window = draw(st.none() | st.integers(1, 4096)) if has_mask else None
         repeat = draw(st.integers(1, 99))
         blocks.append(Block(name=name, cascade=cascade, repeat=repeat, window=window))
     first = tuple(entry.name for entry in blocks[0].cascade)

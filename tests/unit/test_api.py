@@ -177,7 +177,7 @@ def test_anchors_are_files_or_values_of_the_device(tmp_path: Path) -> None:
     file.write_text(json.dumps(anchors_to_json(anchors)))
     assert predicted(anchors=anchors) == predicted(anchors=file) == predicted(anchors=[file])
     assert predicted(anchors=anchors) != predicted()
-    with pytest.raises(SpecError, match="board GPU-1 is of h200, but --device is a6000"):
+    with pytest.raises(SpecError, match="board GPU-1 is of h200, but the device is a6000"):
         energylens.predict("llama3_8b", device="a6000", anchors=anchors)
 
 

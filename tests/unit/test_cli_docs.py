@@ -11,7 +11,11 @@ import typer
 from energylens.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/explore.md", "docs/profiler.md", "docs/sweep.md")
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+)
 
 
 def commands() -> dict[str, set[str]]:

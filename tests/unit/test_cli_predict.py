@@ -268,7 +268,7 @@ def test_an_anchor_file_is_used_and_named_in_the_result(capsys: Capture, tmp_pat
     assert main([*MODEL, "--anchor", str(path)]) == 0
     assert "device h200 (anchored GPU-1), " in capsys.readouterr().out.splitlines()[-1]
     line = error_of(capsys, *MODEL, "--device", "a6000", "--anchor", str(path))
-    assert "--anchor: board GPU-1 is of h200, but --device is a6000" in line
+    assert "--anchor: board GPU-1 is of h200, but the device is a6000" in line
 
 
 SHIPPED_ANCHORS = sorted((data_dir("calibration") / "anchors").glob("*.json"))

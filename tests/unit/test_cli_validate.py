@@ -121,6 +121,32 @@ def test_a_page_of_rows_that_cannot_be_predicted_is_still_one(
     assert plot.stat().st_size > 0
 
 
+def test_a_line_of_the_page_stays_a_line(capsys: Capture, tmp_path: Path) -> None:
+    names = {"record_id": "a|b\n# c"}
+    files = [
+        write(tmp_path / "good.json", run(**names, decode=phase(0.0115, 6.5))),
+        write(tmp_path / "bad.json", run(**names, spec="x\ny", prefill=phase())),
+    ]
+    page = tmp_path / "page.md"
+    assert main(["validate", *map(str, files), "--report", str(page)]) == 0
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert any(line.startswith("| a/b # c-decode | device |") for line in lines)
+    assert any(line.startswith("- not predicted, a|b # c-prefill: unknown spec") for line in lines)
+    assert not any(line.startswith("# c") for line in lines)
+
+
+@pytest.mark.parametrize(("kind", "latency_s"), [("gemm", 0.0), ("wait", 1.0)])
+def test_kernels_that_took_no_time_are_not_compared(
+    kind: str, latency_s: float, capsys: Capture, tmp_path: Path
+) -> None:
+    rows = [{**KERNELS[0], "kind": kind, "latency_s": latency_s}]
+    file = write(tmp_path / "run.json", run(decode=phase(), breakdown=rows))
+    page = tmp_path / "page.md"
+    document = run_json(capsys, "validate", str(file), "--report", str(page))
+    assert document["rows"][0]["kinds"] == []
+    assert "## Kernels" not in page.read_text(encoding="utf-8")
+
+
 def test_the_plot_holds_every_compared_row(
     monkeypatch: pytest.MonkeyPatch, profile: Path, tmp_path: Path
 ) -> None:
@@ -222,8 +248,20 @@ def test_missing_energy_exits_with_4_and_says_why(capsys: Capture, tmp_path: Pat
     assert main(list(arguments)) == 4
     out, err = capsys.readouterr()
     assert "decode energy: not in the new run: no permission" in out
-    assert err == ("energylens: incomplete: the new run does not show all that the baseline does\n")
+    assert err == (
+        "energylens: incomplete: no verdict on all that the baseline holds; its reasons are above\n"
+    )
     assert main(list(against(tmp_path, new, {"decode": phase()}))) == 0
+
+
+def test_a_baseline_that_is_not_valid_is_not_blamed_on_the_new_run(
+    capsys: Capture, tmp_path: Path
+) -> None:
+    throttled = {"decode": phase(valid=False, flags=["throttled"])}
+    assert main(list(against(tmp_path, throttled, {"decode": phase()}))) == 4
+    out, err = capsys.readouterr()
+    assert "decode latency: baseline not valid as measured: throttled" in out
+    assert "new run" not in out + err
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from command import error_of
 
 from energylens import __version__
 from energylens.cli import app, main
@@ -323,6 +324,9 @@ def test_anchors_from_a_file_stand_in_for_rows_without_their_own(
     )
     assert main(["validate", str(truth), "--anchor", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["summary"][0]["n_unpredicted"] == 2
+    path.write_text(path.read_text(encoding="utf-8").replace("h200", "a6000"), encoding="utf-8")
+    line = error_of(capsys, "validate", str(truth), "--anchor", str(path))
+    assert "--anchor: board GPU-1 is of a6000, but the device is h200" in line
 
 
 def test_validate_covers_the_shared_truth(capsys: Capture, shared_truth: Path) -> None:

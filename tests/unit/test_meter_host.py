@@ -9,6 +9,7 @@ from helpers_nvml import Clock
 from hypothesis import given
 from hypothesis import strategies as st
 
+from energylens.errors import MeterError
 from energylens.meter.base import DeviceSeries, Reading, reading
 from energylens.meter.host import HostMeter, HostReading, machine_energy_j
 
@@ -63,6 +64,11 @@ def test_packages_and_memory_are_counted_and_not_the_parts_of_a_package(tmp_path
 def test_b23_a_counter_that_starts_anew_is_followed(tmp_path: Path) -> None:
     package, _ = rise(Rapl(tmp_path), RANGE_UJ - 1_000_000, 2_000_000)
     assert package.energy_j == pytest.approx(3.0)
+
+
+def test_one_look_is_no_window_and_no_zero(tmp_path: Path) -> None:
+    with pytest.raises(MeterError, match="needs two snapshots; 1 found"):
+        rise(Rapl(tmp_path), 1_000_000)
 
 
 def test_b24_without_its_range_a_counter_that_fell_gives_no_energy(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import math
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -275,6 +276,27 @@ def test_time_is_neither_lost_nor_made_and_goes_to_the_marks_it_was_launched_und
 # ---------------------------------------------------------------- files
 
 
+def event(**fields: object) -> str:
+    """A trace of one kernel with these fields."""
+    whole = {"ph": "X", "cat": "kernel", "name": "k", "ts": 1.0, "dur": 2.0, "args": {}}
+    return json.dumps({"traceEvents": [whole | fields]})
+
+
+def test_what_has_no_correlation_id_is_linked_to_nothing(tmp_path: Path) -> None:
+    def at(ts: float, cat: str, name: str, **more: object) -> dict[str, object]:
+        return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": 1.0, "tid": 1} | more
+
+    path = tmp_path / "trace.json"
+    events = [
+        at(0.0, "user_annotation", "energylens::norm", dur=10.0),
+        at(1.0, "cuda_runtime", "cudaLaunchKernel"),
+        at(2.0, "kernel", "nvjet_a", args={"correlation": [1]}),
+        at(3.0, "kernel", "nvjet_b"),
+    ]
+    path.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
+    assert {row.kind for row in kernel_table(path)} == {Kind.GEMM}
+
+
 def test_compressed_traces_read_the_same(tmp_path: Path) -> None:
     trace = serving_steps()
     plain = kernel_table(trace.write(tmp_path / "trace.json"))
@@ -309,6 +331,11 @@ def test_a_cut_off_file_is_one_clear_error(tmp_path: Path, keep: float, compress
             '{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "ts": 1}]}',
             "event 'k' needs",
         ),
+        (event(dur=math.nan), "event 'k' needs numbers"),
+        (event(ts=math.inf), "event 'k' needs numbers"),
+        (event(dur=-1.0), "event 'k' has a duration of -1"),
+        ('{"traceEvents": [], "baseTimeNanoseconds": "x"}', "baseTimeNanoseconds is 'x', and must"),
+        ("[" * 100_000, "cut off or no JSON"),
     ],
 )
 def test_other_files_are_told_apart(tmp_path: Path, text: str, told: str) -> None:

@@ -84,6 +84,8 @@ def test_layers_with_and_without_a_window_are_blocks_of_their_own(tmp_path: Path
     found = imported(tmp_path, config("qwen2_5_7b", **late))
     named = [(b.name, b.repeat, b.window) for b in found.blocks[1:-1]]
     assert named == [("layer", 20, None), ("window_layer", 8, 4096)]
+    found = imported(tmp_path, config("qwen2_5_7b", **late | {"max_window_layers": 0}))
+    assert [(b.repeat, b.window) for b in found.blocks[1:-1]] == [(28, 4096)]
     listed = ["full_attention", *["sliding_attention"] * 23]
     found = imported(tmp_path, config("gpt_oss_20b", layer_types=listed))
     named = [(b.name, b.repeat, b.window) for b in found.blocks[1:-1]]
@@ -104,6 +106,8 @@ def test_layers_with_and_without_experts_are_blocks_of_their_own(tmp_path: Path)
     found = imported(tmp_path, config("deepseek_v3", first_k_dense_replace=0, topk_group=8))
     assert [b.name for b in found.blocks] == ["embedding", "layer", "head"]
     assert found.notes == ("the module that predicts a second token is left out",)
+    found = imported(tmp_path, config("deepseek_v3", first_k_dense_replace=3, num_hidden_layers=2))
+    assert [(b.name, b.repeat) for b in found.blocks[1:-1]] == [("dense_layer", 2)]
 
 
 @pytest.mark.parametrize(
@@ -116,6 +120,11 @@ def test_layers_with_and_without_experts_are_blocks_of_their_own(tmp_path: Path)
             "gpt_oss, deepseek_v3",
         ),
         ("llama3_8b", {"model_type": None}, "model_type: found nothing; allowed: llama"),
+        (
+            "llama3_8b",
+            {"num_hidden_layers": 10**9},
+            "num_hidden_layers: found 1000000000; allowed: 1 to 10000",
+        ),
         ("llama3_8b", {"hidden_size": None}, "hidden_size: found nothing; allowed: a whole number"),
         ("llama3_8b", {"hidden_size": 4097}, "hidden_size: found 4097; allowed: a multiple of num"),
         ("llama3_8b", {"num_key_value_heads": 5}, "num_key_value_heads: found 5; allowed: a divis"),
@@ -154,7 +163,7 @@ def test_what_the_language_does_not_carry_is_refused_with_what_it_does(
     assert said in text
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]", "7"])
+@pytest.mark.parametrize("content", ["", "{", "[1]", "7", "[" * 100_000])
 def test_what_is_no_config_is_one_line(content: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(content, encoding="utf-8")
@@ -195,5 +204,9 @@ def test_what_cannot_be_imported_is_one_line(tmp_path: Path, capsys: Capture) ->
     assert "cannot be read as a Hugging Face config" in error_of(capsys, "import", str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "bert"}', encoding="utf-8")
     assert "found 'bert'; allowed: llama" in error_of(capsys, "import", str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(config("llama3_8b")), encoding="utf-8")
+    assert "name: found ''; allowed: text" in error_of(
+        capsys, "import", str(tmp_path), "--name", ""
+    )
     bad = error_of(capsys, "import", str(tmp_path), "--out", str(tmp_path / "x.json"))
     assert "--out" in bad and ".yaml" in bad

@@ -189,6 +189,7 @@ def test_unreadable_bytes_are_an_error_with_the_path(tmp_path: Path) -> None:
         ("m: 8,", "1: 8,", "ranks: found the key 1; allowed: text"),
         ("repeat: 2", "repeats: 2", "blocks[0]: unknown key 'repeats' (did you mean repeat?)"),
         ("repeat: 2", "repeat: two", "blocks[0].repeat: found 'two'"),
+        ("repeat: 2", "window: 4", "blocks[0].window: this block has no entry with a `mask`; rem"),
         ("repeat: 2", "window: 0", "blocks[0].window: found 0; allowed: a whole number of at"),
         (
             'Wnorm[m]"',

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,11 @@ CATALOGUE = Catalogue()
 
 def read(folder: Path, **fields: Any) -> tuple[Measurement, ...]:
     return read_measurements([write(folder / "run.json", run(**fields))])
+
+
+def kernel(latency_s: float) -> dict[str, Any]:
+    whole = {"phase": "decode", "kind": "gemm", "op": "nvjet", "count": 1, "share": 1}
+    return {**whole, "latency_s": latency_s}
 
 
 def test_every_measured_phase_is_a_row(tmp_path: Path) -> None:
@@ -52,6 +58,13 @@ def test_every_measured_phase_is_a_row(tmp_path: Path) -> None:
     assert [m.regime for m in (prefill, decode, request)] == ["host", "device", "device"]
     assert decode.labels["board_uuid"] == "dca3955ee6"
     assert (decode.labels["sm_clock_mhz"], decode.labels["ticks"]) == ("1980.0", "40")
+
+
+def test_a_byte_order_mark_is_no_part_of_the_document(tmp_path: Path) -> None:
+    path = write(tmp_path / "run.json", run(decode=phase()))
+    plain = read_measurements([path])
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert read_measurements([path]) == plain
 
 
 def test_a_decode_step_without_a_context_of_its_own_has_the_workloads(tmp_path: Path) -> None:
@@ -157,7 +170,13 @@ def test_what_has_no_sheet_goes_by_its_own_name_and_is_no_error(tmp_path: Path) 
         ({"decode": phase(0.0)}, ": decode: latency_s is '0.0', and must be a number above 0"),
         ({"decode": phase(energy_j=-1.0)}, ": decode: energy_j is '-1.0'"),
         ({"decode": phase(energy_rel_se="?")}, ": decode.energy_rel_se: must be a number from 0"),
+        ({"decode": phase(energy_rel_se=math.inf)}, ": decode.energy_rel_se: must be a number"),
         ({"decode": phase(latency={"ci95": [1]})}, ": decode.latency.ci95: must be two numbers"),
+        ({"decode": phase(latency={"ci95": [math.nan, 1]})}, ": decode.latency.ci95: must be two"),
+        ({"decode": phase(latency={"ci95": [2, 1]})}, ": decode.latency.ci95: must be two"),
+        ({"record_id": None}, ": record_id is empty"),
+        ({"breakdown": [kernel(math.nan)]}, ": breakdown[0]: latency_s is nan, and must be"),
+        ({"breakdown": [kernel(1), kernel(-1)]}, ": breakdown[1]: latency_s is -1.0, and must be"),
         ({"decode": phase(per_gpu=3)}, ": decode.per_gpu: must be a list, not 3"),
         ({"decode": None}, ": no measured rows"),
     ],
@@ -176,6 +195,7 @@ def test_wrong_values_are_named_with_file_and_field(
         ('{"schema": "energylens/prof', "not JSON (Unterminated string"),
         ("[]", "schema is None, and must be 'energylens/profile/v1'"),
         ("record_id,device\n", "not JSON"),
+        ("[" * 100_000, "not JSON"),
     ],
 )
 def test_files_that_are_no_profile_are_one_clear_error(

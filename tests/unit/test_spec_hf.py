@@ -57,6 +57,33 @@ def test_what_a_config_leaves_out_is_as_transformers_takes_it(tmp_path: Path) ->
     assert imported(tmp_path, gpt).blocks == load_spec("gpt_oss_20b").blocks
 
 
+@pytest.mark.parametrize(
+    ("name", "keys", "taken"),
+    [
+        ("qwen3_32b", ("num_key_value_heads", "head_dim"), {"g": 32, "r": 2, "d": 128}),
+        ("qwen2_5_7b", ("num_key_value_heads",), None),  # 32 do not divide its 28 heads
+        ("qwen3_moe", ("num_key_value_heads",), {"g": 4, "r": 8}),
+        ("mixtral_8x7b", ("num_key_value_heads",), {"g": 8, "r": 4}),
+        ("gpt_oss_20b", ("num_key_value_heads", "head_dim"), {"g": 8, "r": 8, "d": 64}),
+    ],
+)
+def test_heads_that_are_left_out_are_those_of_the_class(
+    name: str, keys: tuple[str, ...], taken: dict[str, int] | None, tmp_path: Path
+) -> None:
+    values = config(name, **dict.fromkeys(keys))
+    if taken is None:
+        with pytest.raises(SpecError, match="num_key_value_heads: found 32; allowed: a divisor"):
+            imported(tmp_path, values)
+        return
+    ranks = imported(tmp_path, values).ranks
+    assert {rank: ranks[rank] for rank in taken} == taken
+
+
+def test_groups_of_experts_that_are_left_out_are_those_of_the_class(tmp_path: Path) -> None:
+    found = imported(tmp_path, config("deepseek_v3", n_group=None, topk_group=None))
+    assert found.notes == load_spec("deepseek_v3").notes
+
+
 def test_biases_dtypes_and_the_file_names_itself(tmp_path: Path) -> None:
     values = config("llama3_8b", attention_bias=True, mlp_bias=True, torch_dtype="float16")
     found = imported(tmp_path, {**values, "_name_or_path": "org/model"})

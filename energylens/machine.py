@@ -16,6 +16,7 @@ from energylens.cost.model import CostModelSet, Key
 from energylens.graph import Op
 from energylens.lower import Experts, Lowered
 from energylens.lower.kernels import Item
+from energylens.pipeline import Waiting
 from energylens.results import Anchors, Cost, HostAnchor, Kind, Source
 from energylens.schedule import (
     Constants,
@@ -23,7 +24,6 @@ from energylens.schedule import (
     Kernels,
     Spreads,
     StepResult,
-    Waiting,
     Worker,
     kernel_result,
     paces,

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from energylens.anchors import anchors_to_json
-from energylens.results import Anchors
+from energylens.results import Anchors, KernelRow
 from energylens.spec.system import Parallelism
 from energylens.units import BYTES_PER_GB
 
@@ -78,6 +78,33 @@ class PhaseProfile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Least, mean and largest sample of a window."""
+
+    low: float
+    mean: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThrottleCheck:
+    """State of a board over the window of a phase.
+
+    Attributes:
+        reasons: clock-event reason -> part of the samples in which it held.
+        throttled: one of them is a slow-down that spoils a measurement; None where not known.
+    """
+
+    phase: str
+    board_uuid: str
+    temperature_c: Spread | None
+    sm_clock_mhz: Spread | None
+    power_w: Spread | None
+    reasons: Mapping[str, float]
+    throttled: bool | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryProfile:
     """Device memory of the fullest worker; ``model_bytes`` is the model once, whole.
 
@@ -101,6 +128,7 @@ class Profile:
         batch: sequences of each replica.
         modes: launch mode per phase.
         metrics: what added metrics returned.
+        kernels: of the profiled pass, on worker 0; throttle: per phase and board, where asked for.
         environment, meter: facts about software and host, and about how energy was measured.
         reasons: why the run is not valid, or is incomplete.
         energy_reason: why there is no energy.
@@ -126,6 +154,8 @@ class Profile:
     bandwidth_utilisation: float | None = None
     compute_utilisation: float | None = None
     metrics: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    kernels: tuple[KernelRow, ...] = ()
+    throttle: tuple[ThrottleCheck, ...] | None = None
     anchors: Anchors | None = None
     environment: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     meter: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
@@ -215,7 +245,8 @@ def profile_to_json(profile: Profile, *, iterations: bool = False) -> dict[str, 
         **_rates(p),
         "bandwidth_utilisation": p.bandwidth_utilisation,
         "compute_utilisation": p.compute_utilisation,
-        "breakdown": None,
+        "breakdown": [asdict(row) for row in p.kernels] or None,
+        "throttle": None if p.throttle is None else [asdict(check) for check in p.throttle],
         "metrics": dict(p.metrics),
         "anchors": anchors_to_json(p.anchors) if p.anchors else None,
         "environment": dict(p.environment),

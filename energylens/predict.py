@@ -20,6 +20,7 @@ from energylens.errors import CalibrationError, EnergyLensError, OutOfRangeError
 from energylens.graph import Op
 from energylens.lower import Experts, Lowered, fullest, lower_stages
 from energylens.machine import Machine, machine
+from energylens.pipeline import pipelined
 from energylens.results import (
     Anchors,
     BreakdownRow,
@@ -30,7 +31,7 @@ from energylens.results import (
     PhaseResult,
     Prediction,
 )
-from energylens.schedule import LEVEL, LOWEST_CLOCK, StepResult, pipelined
+from energylens.schedule import LEVEL, LOWEST_CLOCK, StepResult
 from energylens.spec.load import (
     data_dir,
     list_resources,

@@ -19,6 +19,7 @@ from typing import Any
 
 from energylens.anchors import anchors_from_json
 from energylens.errors import OutOfRangeError, SpecError
+from energylens.measured import PROFILE_SCHEMA
 from energylens.results import Anchors, BoardAnchor, HostAnchor, KernelRow, Kind, Measurement
 from energylens.spec.system import Mode, Parallelism, Phase
 
@@ -39,7 +40,6 @@ _BOARD_COLUMNS = {
 }
 _BOARD_REQUIRED = ("anchor_idle_w", "anchor_stream_w", "anchor_gemm_w", "anchor_gemm_tflops")
 
-PROFILE_SCHEMA = "energylens/profile/v1"
 _OF_A_RUN = ("engine", "engine_version", "model", "precision", "n_gpus", "energy_reason")
 _OF_A_PHASE = ("latency_s", "energy_j", "mean_power_w", "sm_clock_mhz", "gpu_temp_c", "ticks")
 _OF_A_BOARD = {"board_uuid": "board_uuid", "mean_power_w": "board_power_w"}
@@ -210,7 +210,9 @@ def _of_profile(path: Path) -> Iterator[tuple[_Cells, Measurement]]:
         where = f"{path}: {phase}"
         found = _object(run[phase], where)
         context = found.get("context_len") if phase is Phase.DECODE else None
-        mode = modes.get(Phase.PREFILL if phase is Phase.PREFILL else Phase.DECODE)
+        mode = modes.get(phase)  # a request may leave it to its decode steps
+        if phase is Phase.REQUEST:
+            mode = mode or modes.get(Phase.DECODE)
         own = {
             "record_id": f"{record}-{phase}",
             "phase": phase.value,

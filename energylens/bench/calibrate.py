@@ -513,7 +513,8 @@ def _bar(console: Console | None) -> Iterator[Bar]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console or Console(stderr=True)) as progress:
+    shown = console or Console(stderr=True)
+    with Progress(*columns, console=shown, disable=not shown.is_terminal) as progress:
         yield _RichBar(progress)
 
 

@@ -109,6 +109,32 @@ def profile(
         float,
         typer.Option("--sample-interval", "--sample_interval", help="Its spacing in seconds."),
     ] = 0.1,
+    torch_profile: Annotated[
+        bool,
+        typer.Option(
+            "--torch-profile", "--torch_profile", help="Keep kernel traces: a pass of its own."
+        ),
+    ] = False,
+    kernel_profile: Annotated[
+        bool,
+        typer.Option(
+            "--kernel-profile", "--kernel_profile", help="Keep a table of kernels by op kind."
+        ),
+    ] = False,
+    throttle_check: Annotated[
+        bool,
+        typer.Option(
+            "--throttle-check",
+            "--throttle_check",
+            help="Report temperature, clocks and why they fell, over time.",
+        ),
+    ] = False,
+    trace_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace-dir", "--trace_dir", help="Folder of these files [FILE of -o with -traces]."
+        ),
+    ] = None,
     plugin: Annotated[
         list[str] | None,
         typer.Option(help="Module or .py file with a loader, a metric or a meter; repeatable."),
@@ -166,6 +192,10 @@ def profile(
         and parse_choice("--reduce-strategy", reduce_strategy, {"ring": "ring", "tree": "tree"}),
         power_timeline=str(power_timeline) if power_timeline else None,
         sample_interval_s=check_positive("--sample-interval", sample_interval) or 0.1,
+        torch_profile=torch_profile,
+        kernel_profile=kernel_profile,
+        throttle_check=throttle_check,
+        trace_dir=str(trace_dir or _trace_dir(out)),
         plugins=tuple(plugin or ()),
         anchor_files=tuple(map(str, anchor or ())),
     )
@@ -180,6 +210,10 @@ def profile(
     document = shaped(run(request, measure_anchor=measure_anchor, save=save))
     _show(document, as_json=as_json, as_csv=as_csv)
     raise typer.Exit(_exit_code(document, energy=energy))
+
+
+def _trace_dir(out: Path | None) -> Path:
+    return Path("profile-traces") if out is None else out.with_name(f"{out.stem}-traces")
 
 
 def _model(argument: str | None, option: str | None) -> str:

@@ -234,8 +234,8 @@ class Disaggregation:
     def _pairs(self) -> Pairs:
         """Each row to prefill with and each to decode with, where both fit on the GPUs.
 
-        As many instances decode as the GPUs allow beside those that prefill for them, and as the
-        power does.
+        As many instances decode as the GPUs and the power allow beside those that prefill for them;
+        where the number of GPUs counts, fewer ones too.
         """
         prefill, decode = (
             a.ravel() for a in np.meshgrid(self._prefills(), self._decodes(), indexing="ij")
@@ -245,29 +245,23 @@ class Disaggregation:
         fed = batch[prefill] / values["ttft_s"][prefill]
         taken = batch[decode] / ((gen_len - 1) * values["tpot_s"][decode])
         own = self._of(prefill, "gpus"), self._of(decode, "gpus")
-        found = Pairs(
-            prefill=prefill,
-            decode=decode,
-            prefill_count=np.zeros(len(prefill), dtype=np.int64),
-            decode_count=np.zeros(len(prefill), dtype=np.int64),
+        counts = np.arange(1, max(gpus, 2))[:, None]
+        feeding = np.ceil(counts * taken / fed - 1e-9).astype(np.int64)
+        fits = feeding * own[0] + counts * own[1] <= gpus
+        count, pair = np.nonzero(fits)
+        pairs = Pairs(
+            prefill=prefill[pair],
+            decode=decode[pair],
+            prefill_count=feeding[count, pair],
+            decode_count=count + 1,
         )
-        limit = self._chosen.constraints.get("max_power_w", np.inf)
-        for count in range(1, gpus):
-            feeding = np.ceil(count * taken / fed - 1e-9).astype(np.int64)
-            fits = feeding * own[0] + count * own[1] <= gpus
-            more = replace(
-                found,
-                prefill_count=np.where(fits, feeding, found.prefill_count),
-                decode_count=np.where(fits, count, found.decode_count),
-            )
-            held = self._values(more[fits])["total_power_w"] <= limit
-            fits[fits] = held | (count == 1)
-            found = replace(
-                found,
-                prefill_count=np.where(fits, feeding, found.prefill_count),
-                decode_count=np.where(fits, count, found.decode_count),
-            )
-        return found[found.decode_count > 0]
+        held = self._values(pairs)["total_power_w"] <= self._search.max_power_w
+        kept = held | (pairs.decode_count == 1)
+        if not self._search.any_replicas:  # the last one of each pair
+            most = np.full(len(prefill), -1)
+            most[pair[kept]] = np.flatnonzero(kept)
+            return pairs[most[most >= 0]]
+        return pairs[kept]
 
     def _values(self, pairs: Pairs) -> dict[str, Array]:
         values, batch = self._table.values, self._table.batch.astype(np.float64)
@@ -298,11 +292,7 @@ class Disaggregation:
         """The front of all pairs."""
         pairs = self._pairs()
         values, limits = self._values(pairs), self._chosen.constraints
-        misses = {
-            limit: sign * np.log(values[name] / limits[limit]) > 0
-            for limit, (name, sign) in LIMITED.items()
-            if limit in limits
-        }
+        misses = _misses(values, limits)
         keeps = ~np.any([*misses.values(), np.zeros(len(pairs.prefill), dtype=np.bool_)], axis=0)
         meets = np.flatnonzero(keeps)
         columns = [OBJECTIVES[name] for name in self._chosen.objectives]
@@ -370,7 +360,11 @@ class Disaggregation:
                 {n: (float(v.min()), float(v.max())) for n, v in shown.items()} if exact else {}
             ),
             exact=exact,
-            filtered_by=(),
+            filtered_by=tuple(
+                limit
+                for limit, miss in _misses(values, self._chosen.constraints).items()
+                if miss[0]
+            ),
             prediction=prediction,
         )
 
@@ -402,6 +396,17 @@ class Disaggregation:
             gen_len=self._search.workload.gen_len,
         )
         return found | self._search.prices.values(found)
+
+
+def _misses(
+    values: Mapping[str, Array], limits: Mapping[str, float]
+) -> dict[str, NDArray[np.bool_]]:
+    """Where each constraint is missed."""
+    return {
+        limit: sign * (values[name] - limits[limit]) > 0
+        for limit, (name, sign) in LIMITED.items()
+        if limit in limits
+    }
 
 
 def _short(parallelism: Parallelism) -> str:

@@ -116,7 +116,7 @@ class Layout:
     def _decode(self, parts: _Parts, contexts: Sequence[float]) -> tuple[Array, Array]:
         """Seconds and joules of one token of each sequence at each context, [batches, contexts].
 
-        The parts go round and round through the stages; see `energylens.schedule.period`.
+        The parts go round and round through the stages; see `energylens.pipeline.period`.
         """
         sizes = parts.sizes
         seconds, joules = self._decode_turns(sizes, contexts)
@@ -164,7 +164,7 @@ class Layout:
     def _prefill(self, parts: _Parts) -> tuple[Array, Array]:
         """Seconds and joules of the prefill, each [batches].
 
-        The chunks of one part after the other pass the stages; see `energylens.schedule.makespan`.
+        The chunks of one part after the other pass the stages; see `energylens.pipeline.makespan`.
         """
         mode, length = self._mode(Phase.PREFILL), self.workload.prompt_len
         serving, sizes = self.stages[0].engine.serving, parts.sizes

@@ -415,9 +415,13 @@ class Search:
                     table.values[name][row] = value
 
     def exactly(
-        self, parallelism: Parallelism, batch: int, phases: Sequence[Phase] = tuple(Phase)
+        self,
+        parallelism: Parallelism,
+        batch: int,
+        phases: Sequence[Phase] = tuple(Phase),
+        lengths: Workload | None = None,
     ) -> Prediction | Infeasible:
-        """The prediction of a layout at a batch."""
+        """The prediction of a layout at a batch, of other ``lengths`` than the search's."""
         return predict(
             self.spec,
             engine=self.engine,
@@ -425,7 +429,7 @@ class Search:
             config=replace(
                 self.config, parallelism=parallelism, microbatches=min(parallelism.pp, batch)
             ),
-            workload=self._workload(batch),
+            workload=replace(lengths or self.workload, batch=batch),
             bundles=self.bundles,
             anchors=self.anchors,
             phases=phases,
@@ -536,21 +540,8 @@ class Search:
         """The configuration with a decode step at each of the contexts that fits the memory."""
         points = []
         for context in self.contexts if c.exact and c.on_frontier else ():
-            result = predict(
-                self.spec,
-                engine=self.engine,
-                device=self.device,
-                config=replace(
-                    self.config,
-                    parallelism=c.parallelism,
-                    microbatches=min(c.parallelism.pp, c.batch),
-                ),
-                workload=Workload(batch=c.batch, prompt_len=context - 1, gen_len=2),
-                bundles=self.bundles,
-                anchors=self.anchors,
-                phases=(Phase.DECODE,),
-                link=self.link,
-            )
+            lengths = Workload(prompt_len=context - 1, gen_len=2)
+            result = self.exactly(c.parallelism, c.batch, (Phase.DECODE,), lengths)
             if isinstance(result, Prediction):
                 step, sequences = result.phases[Phase.DECODE], c.batch * c.parallelism.replicas
                 low, high = step.interval.energy_j
@@ -562,7 +553,7 @@ class Search:
                         latency_s=step.latency_s,
                     )
                 )
-        return replace(c, by_context=tuple(points))
+        return replace(c, by_context=tuple(points)) if points else c
 
 
 def _missed(constraint: str, value: float, limit: float) -> str:

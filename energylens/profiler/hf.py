@@ -16,21 +16,32 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from energylens.errors import SpecError, UnsupportedError
 from energylens.measured import MemoryProfile
+from energylens.profiler.captured import (
+    ENTRIES_LIMIT,
+    LOGITS_LIMIT,
+    Graph,
+    disagreement,
+    distance,
+    newest_entries,
+)
 from energylens.profiler.loader import LoadedModel, Place
+from energylens.profiler.marks import marked
 from energylens.profiler.options import ProfileRequest
-from energylens.profiler.steps import Stepper
+from energylens.profiler.tracing import record
 from energylens.spec.load import list_resources, load_spec
 from energylens.spec.model import Spec
 
-TOLERANCE = 0.05
-"""Largest distance of a captured step's logits from the eager ones', relative to their size."""
 CHECKED_STEPS = 8
 _CACHES = ("cache", "past_key_values", "cache_params")
-_WARM_UPS = 3
+
+
+_Steps = tuple[Callable[[], None], Callable[[], None] | None, float | None]
+"""Queue a step; launch the same kernels one by one, where the step is a graph; KV length."""
 
 
 class HfEngine:
@@ -56,9 +67,9 @@ class HfEngine:
         self._options: dict[str, Any] = {"use_cache": True}
         if "logits_to_keep" in names:
             self._options["logits_to_keep"] = 1
-        self.modes = {"prefill": "eager", "decode": "eager"}
+        self.modes = {"prefill": "eager", "decode": "eager", "request": "eager"}
         self.notes: list[str] = []
-        self.graph_check: dict[str, Any] | None = None
+        self.graph_checks: dict[str, dict[str, Any]] = {}
         length = max(request.prompt_len, request.decode_context - 1)
         self._ids = _prompt_ids(request, loaded, place, length)
 
@@ -77,7 +88,7 @@ class HfEngine:
             "experts": getattr(config, "_experts_implementation", None),
             "weights": self.loaded.weights,
             "layers": getattr(config, "num_hidden_layers", None),
-            "graph_check": self.graph_check,
+            "graph_checks": self.graph_checks,
         }
 
     def version(self) -> str:
@@ -136,30 +147,35 @@ class HfEngine:
         return out.logits[:, -1:], found
 
     @contextmanager
-    def stepper(self, phase: str) -> Iterator[Stepper]:
+    def stepper(self, phase: str) -> Iterator[_TorchStepper]:
         """The phase, ready to run; what it holds is freed afterwards."""
         with self._torch.inference_mode():
             make = {"prefill": self._prefill, "decode": self._decode, "request": self._request}
-            step, context = make[phase]()
+            step, eager, context = make[phase]()
             if self.on_gpu:  # what checks held beside the step is no part of it
                 self._torch.cuda.empty_cache()
                 self._torch.cuda.reset_peak_memory_stats()
-            yield _TorchStepper(self._torch, self.on_gpu, step, context)
+            yield _TorchStepper(self._torch, self.on_gpu, step, eager, context)
             if self.on_gpu:
                 self._torch.cuda.synchronize()
                 del step
                 self._torch.cuda.empty_cache()
 
-    def _prefill(self) -> tuple[Callable[[], None], float | None]:
+    def trace(self, phase: str, path: Path) -> None:
+        """Write the kernel trace of some steps of a phase."""
+        with self.stepper(phase) as stepper:
+            record(stepper, phase, path, marked(self.model), stepper.eager)
+
+    def _prefill(self) -> _Steps:
         ids = self._ids[:, : self.request.prompt_len]
 
         def step() -> None:
             logits, _ = self.forward(ids, None)
             logits.argmax(-1)
 
-        return step, None
+        return step, None, None
 
-    def _decode(self) -> tuple[Callable[[], None], float | None]:
+    def _decode(self) -> _Steps:
         context = self.request.decode_context
         ids, token = self._ids[:, : context - 1], self._ids[:, :1].clone()
         _, cache = self.forward(ids, None)
@@ -174,21 +190,20 @@ class HfEngine:
             logits.argmax(-1)
             return logits
 
-        if self.request.cache_graph:
-            graph = self._captured(context, rewind=context - 1)
-            if graph is not None:
-                graph.fill(ids)
-                graph.token.copy_(token)
-                graph.capture()
-                if self._agrees([graph.run()], [eager()]):
-                    self.modes["decode"] = "cuda_graph"
-                    states.clear()
-                    layers = ()
-                    del cache
-                    return graph.step, float(context)
-        return lambda: void(eager()), float(context)
+        graph = self._captured(context, rewind=context - 1)
+        if graph is not None:
+            graph.fill(ids)
+            graph.token.copy_(token)
+            graph.capture()
+            pair = (graph.run(), eager())
+            if self._agrees("decode", graph, [pair], cache, first=context - 1):
+                states.clear()
+                layers = ()
+                del cache
+                return graph.step, graph.eager, float(context)
+        return lambda: void(eager()), None, float(context)
 
-    def _request(self) -> tuple[Callable[[], None], float | None]:
+    def _request(self) -> _Steps:
         gen_len = self.request.gen_len
         ids = self._ids[:, : self.request.prompt_len]
         context = self.request.prompt_len + gen_len / 2
@@ -199,29 +214,30 @@ class HfEngine:
                 logits, cache = self.forward(logits.argmax(-1), cache)
             logits.argmax(-1)
 
-        if self.request.cache_graph and gen_len > 1:
-            graph = self._captured(self.request.prompt_len + gen_len)
-            if graph is not None:
-                graph.token.copy_(graph.fill(ids).argmax(-1))
-                graph.capture()
-                if self._generates_alike(graph, ids):
-                    self.modes["decode"] = "cuda_graph"
+        graph = self._captured(self.request.prompt_len + gen_len) if gen_len > 1 else None
+        if graph is not None:
+            graph.token.copy_(graph.fill(ids).argmax(-1))
+            graph.capture()
+            if self._generates_alike(graph, ids):
 
-                    def captured() -> None:
-                        graph.token.copy_(graph.fill(ids).argmax(-1))
-                        for _ in range(gen_len - 1):
-                            graph.step()
+                def captured() -> None:
+                    graph.token.copy_(graph.fill(ids).argmax(-1))
+                    for _ in range(gen_len - 1):
+                        graph.step()
 
-                    return captured, context
-        return eager, context
+                return captured, graph.eager, context
+        return eager, None, context
 
-    def _captured(self, length: int, rewind: int | None = None) -> _Graph | None:
+    def _captured(self, length: int, rewind: int | None = None) -> Graph | None:
+        """A graph to fill and capture; None where steps are eager."""
+        if not self.request.cache_graph:
+            return None
         if not self.on_gpu:
             self._note("--cache_graph: there is no CUDA device, decode is eager")
             return None
-        return _Graph(self, length, rewind)
+        return Graph(self.forward, self.loaded.config, self._ids[:, :1], length, rewind)
 
-    def _generates_alike(self, graph: _Graph, ids: Any) -> bool:
+    def _generates_alike(self, graph: Graph, ids: Any) -> bool:
         """Captured steps against eager ones over the first tokens, the eager ones' fed to both."""
         logits, cache = self.forward(ids, None)
         graph.fill(ids)
@@ -231,25 +247,36 @@ class HfEngine:
             graph.token.copy_(token)
             logits, cache = self.forward(token, cache)
             pairs.append((graph.run().clone(), logits))
-        return self._agrees([a for a, _ in pairs], [b for _, b in pairs])
+        return self._agrees("request", graph, pairs, cache, first=ids.shape[1])
 
-    def _agrees(self, captured: list[Any], eager: list[Any]) -> bool:
-        """Whether the logits agree; the finding is kept, and a note where they do not."""
-        a, b = (self._torch.cat(x, dim=1).float() for x in (captured, eager))
-        distance = float((a - b).norm() / b.norm())
-        same = float((a.argmax(-1) == b.argmax(-1)).float().mean())
-        self.graph_check = {
-            "steps": len(captured),
-            "logits_distance": distance,
-            "tolerance": TOLERANCE,
-            "same_tokens": same,
+    def _agrees(
+        self, phase: str, graph: Graph, pairs: list[tuple[Any, Any]], cache: Any, *, first: int
+    ) -> bool:
+        """Whether captured steps do what eager ones do; says so in modes, checks and notes.
+
+        Args:
+            phase: that the steps belong to.
+            graph: which made the captured steps.
+            pairs: captured and eager logits of each step.
+            cache: of the eager steps.
+            first: slot of the first step's token.
+        """
+        a, b = (self._torch.cat([p[side] for p in pairs], dim=1) for side in (0, 1))
+        own = graph.entries(first, len(pairs))
+        check = {
+            "steps": len(pairs),
+            "logits_distance": distance(a, b),
+            "logits_limit": LOGITS_LIMIT,
+            "entries_distance": own and distance(own[1], newest_entries(cache, own[0], len(pairs))),
+            "entries_limit": ENTRIES_LIMIT,
+            "same_tokens": float((a.argmax(-1) == b.argmax(-1)).float().mean()),
         }
-        if distance <= TOLERANCE:
+        self.graph_checks[phase] = check
+        wrong = disagreement(check)
+        if wrong is None:
+            self.modes[phase] = "cuda_graph"
             return True
-        self._note(
-            f"captured decode differs from eager decode by {distance:.1%} of the logits' size "
-            f"({TOLERANCE:.0%} allowed): decode is eager"
-        )
+        self._note(f"{phase}: captured and eager decode disagree, so it is eager: {wrong}")
         return False
 
     def _note(self, text: str) -> None:
@@ -257,91 +284,18 @@ class HfEngine:
             self.notes.append(text)
 
 
-class _Graph:
-    """One decode step over a static cache, captured."""
-
-    def __init__(self, engine: HfEngine, length: int, rewind: int | None) -> None:
-        """Make the cache.
-
-        Args:
-            engine: whose model.
-            length: of the cache.
-            rewind: KV length that each step starts from; None lets it grow.
-        """
-        from transformers import StaticCache
-
-        self._engine, self._torch, self._rewind = engine, engine._torch, rewind
-        self._cache = StaticCache(config=engine.loaded.config, max_cache_len=length)
-        self._lengths: Any = None
-        self._graph: Any = None
-        self._logits: Any = None
-        self.token = engine._ids[:, :1].clone()
-
-    def fill(self, ids: Any) -> Any:
-        """Prefill the empty cache; the logits of the last token."""
-        if self._lengths is not None:
-            self._put_back(0)
-        logits, _ = self._engine.forward(ids, self._cache)
-        if self._lengths is None:
-            # The layers' positions as views of one tensor: put back by one kernel, not by one each.
-            layers = [x for x in self._cache.layers if hasattr(x, "cumulative_length")]
-            self._lengths = self._torch.full(
-                (len(layers),), ids.shape[1], dtype=self._torch.long, device=ids.device
-            )
-            for layer, position in zip(layers, self._lengths, strict=True):
-                layer.cumulative_length = position
-        return logits
-
-    def capture(self) -> None:
-        """Warm up on a side stream, then capture one step; the position is as before."""
-        torch = self._torch
-        position = int(self._lengths[0]) if len(self._lengths) else 0
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS):
-                self._put_back(position)
-                self._body()
-        torch.cuda.current_stream().wait_stream(stream)
-        self._put_back(position)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, stream=stream):
-            self._logits = self._body()
-        self._put_back(position)
-        torch.cuda.synchronize()
-
-    def step(self) -> None:
-        """Queue one step."""
-        self._graph.replay()
-
-    def run(self) -> Any:
-        """One step; its logits, which the next step overwrites."""
-        self._graph.replay()
-        return self._logits
-
-    def _body(self) -> Any:
-        if self._rewind is not None:
-            self._lengths.fill_(self._rewind)
-        logits, _ = self._engine.forward(self.token, self._cache)
-        following = logits.argmax(-1)
-        if self._rewind is None:
-            self.token.copy_(following)
-        return logits
-
-    def _put_back(self, position: int) -> None:
-        self._lengths.fill_(position)
-        for layer in self._cache.layers:
-            if hasattr(layer, "cumulative_length_int"):
-                layer.cumulative_length_int = position
-
-
 class _TorchStepper:
     """Implements `energylens.profiler.steps.Stepper` for a callable that queues a step."""
 
     def __init__(
-        self, torch: Any, on_gpu: bool, step: Callable[[], None], context: float | None
+        self,
+        torch: Any,
+        on_gpu: bool,
+        step: Callable[[], None],
+        eager: Callable[[], None] | None,
+        context: float | None,
     ) -> None:
-        self._torch, self.queued = torch, on_gpu
+        self._torch, self.queued, self.eager = torch, on_gpu, eager
         self._step, self._context = step, context
 
     def step(self) -> None:

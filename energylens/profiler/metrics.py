@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.special import stdtrit
 
 from energylens.measured import GpuProfile, Latency, PhaseProfile
@@ -26,11 +27,25 @@ OUTLIER_RULE = (
     f"(1.4826 MAD) and than {OUTLIER_LEAST:.0%} of it; none where that were more than "
     f"{OUTLIER_MOST:.0%} of the iterations"
 )
+BLOCKS = 10
+"""Consecutive parts of a window whose means tell how well its mean is known.
+
+Neighbouring iterations resemble each other, above all where the host is what takes time, so that
+their number alone would promise too much.
+"""
 DRIFT_LIMIT, DRIFT_ERRORS = 0.05, 3.0
 """Halves of a window that differ by more than both (relative, standard errors) are not steady."""
+NOISY_FROM, IMPRECISE_FROM = 0.02, 0.1
+"""Half width of the mean's interval, relative: worth a label, and no longer a measurement."""
+VALIDITY_RULE = (
+    f"the 95 % interval of the mean, from {BLOCKS} consecutive blocks, is within "
+    f"{IMPRECISE_FROM:.0%} of it (above {NOISY_FROM:.0%}: noisy, still valid), and the halves of "
+    f"the window differ by no more than {DRIFT_LIMIT:.0%} or {DRIFT_ERRORS:g} standard errors; "
+    "the spread of single iterations does not matter"
+)
 HOST_SHARE = 0.9
 """Part of a lone step that its launches take, from which on the device waits for the host."""
-NOT_STEADY = "not_steady"
+NOT_STEADY, IMPRECISE, NOISY = "not_steady", "imprecise", "noisy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,25 +101,61 @@ def without_outliers(times_s: Sequence[float]) -> list[float]:
 
 
 def latency(kept_s: Sequence[float]) -> Latency:
-    """Mean, percentiles and spread; the interval is Student's, none wider for a lone value."""
+    """Mean, percentiles and spread of the iterations.
+
+    The interval is Student's, over the iterations or over the means of `BLOCKS` consecutive blocks
+    of two and more, whichever is wider; it has no width for a lone value.
+    """
     values = np.asarray(kept_s)
     mean, n = float(values.mean()), len(values)
-    std = float(values.std(ddof=1)) if n > 1 else 0.0
-    half = float(stdtrit(n - 1, 0.975)) * std / math.sqrt(n) if n > 1 else 0.0
+    half = _half_width(values)
+    if n >= 2 * BLOCKS:
+        half = max(half, _half_width(_block_means(values)))
     p50, p90, p99 = (float(p) for p in np.percentile(values, (50, 90, 99)))
-    return Latency(mean=mean, p50=p50, p90=p90, p99=p99, std=std, ci95=(mean - half, mean + half))
+    return Latency(
+        mean=mean,
+        p50=p50,
+        p90=p90,
+        p99=p99,
+        std=float(values.std(ddof=1)) if n > 1 else 0.0,
+        ci95=(mean - half, mean + half),
+    )
 
 
-def is_steady(times_s: Sequence[float]) -> bool:
-    """False where the second half of the iterations is slower or faster than chance allows."""
-    kept = np.asarray(without_outliers(times_s))
-    half = len(kept) // 2
+def _half_width(values: NDArray[np.float64]) -> float:
+    n = len(values)
+    if n < 2:
+        return 0.0
+    return float(stdtrit(n - 1, 0.975)) * float(values.std(ddof=1)) / math.sqrt(n)
+
+
+def _block_means(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.array([part.mean() for part in np.array_split(values, min(BLOCKS, len(values)))])
+
+
+def timing_flags(times_s: Sequence[float]) -> list[str]:
+    """What `VALIDITY_RULE` says about the iterations of a window: ``noisy`` is only a label."""
+    kept = without_outliers(times_s)
+    found = latency(kept)
+    half = (found.ci95[1] - found.mean) / found.mean
+    flags = [NOT_STEADY] if _drifts(np.asarray(kept)) else []
+    if half > IMPRECISE_FROM:
+        flags.append(IMPRECISE)
+    elif half > NOISY_FROM:
+        flags.append(NOISY)
+    return flags
+
+
+def _drifts(kept_s: NDArray[np.float64]) -> bool:
+    """Whether the second half is slower or faster than chance allows."""
+    means = _block_means(kept_s)
+    half = len(means) // 2
     if half < 2:
-        return True
-    first, second = kept[:half], kept[-half:]
+        return False
+    first, second = means[:half], means[-half:]
     drift = abs(float(second.mean() - first.mean()))
     error = math.sqrt((first.var(ddof=1) + second.var(ddof=1)) / half)
-    return drift <= max(DRIFT_LIMIT * float(kept.mean()), DRIFT_ERRORS * error)
+    return drift > max(DRIFT_LIMIT * float(kept_s.mean()), DRIFT_ERRORS * error)
 
 
 def phase_profile(
@@ -125,9 +176,8 @@ def phase_profile(
     gpus = tuple(_gpu(b) for b in boards)
     energy_j, idle_j = _sum([b.energy_j for b in boards]), _sum([b.idle_j for b in boards])
     total_w = _sum([g.mean_power_w for g in gpus])
-    flags = list(dict.fromkeys([*defects, *(f for b in boards for f in b.reading.flags)]))
-    if not all(is_steady(w.times_s) for w in windows):
-        flags.append(NOT_STEADY)
+    timing = [f for w in windows for f in timing_flags(w.times_s)]
+    flags = dict.fromkeys([*defects, *(f for b in boards for f in b.reading.flags), *timing])
     return PhaseProfile(
         latency=latency(kept),
         n=len(kept),
@@ -145,7 +195,7 @@ def phase_profile(
         per_gpu=gpus,
         # Other programs disturb a processor, whose energy is not measured; a GPU should be alone.
         valid=not defects
-        and (NOT_STEADY not in flags or not boards)
+        and not (boards and {NOT_STEADY, IMPRECISE}.intersection(timing))
         and all(b.reading.valid for b in boards),
         flags=tuple(flags),
         iterations=tuple(slowest.times_s),
@@ -203,4 +253,4 @@ def defect_text(phase: str, profile: PhaseProfile, boards: Sequence[BoardReading
 
 
 FOREIGN, BASELINE = "foreign_process", "baseline_unstable"
-_OWN_DEFECTS = frozenset({NOT_STEADY, FOREIGN, BASELINE, "coverage"})
+_OWN_DEFECTS = frozenset({NOT_STEADY, IMPRECISE, FOREIGN, BASELINE, "coverage"})

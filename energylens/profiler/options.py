@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from energylens.errors import SpecError, UnsupportedError
@@ -33,6 +34,9 @@ class ProfileRequest:
         prompt_file: text of the prompts; random tokens where None.
         spec: name of the spec that describes the model, None to find it.
         sample_interval_s: spacing of the power time line.
+        torch_profile: keep kernel traces; kernel_profile: keep a table of the kernels.
+        throttle_check: report temperature, clocks and clock-event reasons of the boards.
+        trace_dir: folder of the files of these three.
         plugins: modules or files that add loaders, metrics or a meter.
         anchor_files: anchors of the boards, to record along.
         foreign: boards that other processes used before the run started.
@@ -59,6 +63,10 @@ class ProfileRequest:
     reduce_strategy: str | None = None
     power_timeline: str | None = None
     sample_interval_s: float = 0.1
+    torch_profile: bool = False
+    kernel_profile: bool = False
+    throttle_check: bool = False
+    trace_dir: str = "profile-traces"
     plugins: tuple[str, ...] = ()
     anchor_files: tuple[str, ...] = ()
     foreign: bool = False
@@ -79,6 +87,11 @@ class ProfileRequest:
         if self.engine not in ENGINES:
             raise SpecError(
                 f"--engine: unknown value {self.engine!r}; allowed: {', '.join(ENGINES)}"
+            )
+        if self.engine == "vllm" and (self.torch_profile or self.kernel_profile):
+            raise UnsupportedError(
+                "--torch_profile and --kernel-profile belong to engine hf: vLLM's workers are "
+                "processes of its own, which its own profiler traces"
             )
         self._check_layout()
 
@@ -101,6 +114,13 @@ class ProfileRequest:
             raise UnsupportedError(
                 "--cache_graph, --attn and --prompt-file belong to engine hf; vLLM decides alone"
             )
+
+    @property
+    def timeline(self) -> str | None:
+        """File of the power time line; the throttle check has one of its own."""
+        if self.power_timeline or not self.throttle_check:
+            return self.power_timeline
+        return str(Path(self.trace_dir) / "throttle.csv")
 
     @property
     def decode_context(self) -> int:

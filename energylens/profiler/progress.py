@@ -39,7 +39,7 @@ class _RichBar:
         self._draw()
 
     def note(self, text: str) -> None:
-        self._progress.console.print(text, markup=False, highlight=False)
+        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _draw(self) -> None:
         self._progress.refresh()
@@ -48,7 +48,7 @@ class _RichBar:
 
 @contextmanager
 def bar(console: Console | None = None, *, enabled: bool = True) -> Iterator[Shown]:
-    """A bar with the time left; nothing where it is not ``enabled``."""
+    """A bar with the time left, on a terminal; only notes elsewhere, nothing if not ``enabled``."""
     if not enabled:
         yield Quiet()
         return
@@ -57,5 +57,11 @@ def bar(console: Console | None = None, *, enabled: bool = True) -> Iterator[Sho
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     shown = console or Console(stderr=True)
-    with Progress(*columns, console=shown, auto_refresh=False, transient=True) as progress:
+    with Progress(
+        *columns,
+        console=shown,
+        auto_refresh=False,
+        transient=True,
+        disable=not shown.is_terminal,
+    ) as progress:
         yield _RichBar(progress)

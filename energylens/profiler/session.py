@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from energylens import __version__
 from energylens.anchors import load_anchors
 from energylens.errors import MeterError, SpecError
-from energylens.measured import MemoryProfile, PhaseProfile, Profile
+from energylens.measured import MemoryProfile, PhaseProfile, Profile, ThrottleCheck
 from energylens.meter.base import (
     AbstractMeter,
     AbstractRecorder,
@@ -32,6 +32,7 @@ from energylens.profiler.metrics import (
     BASELINE,
     FOREIGN,
     OUTLIER_RULE,
+    VALIDITY_RULE,
     BoardReading,
     WorkerWindow,
     defect_text,
@@ -40,8 +41,11 @@ from energylens.profiler.metrics import (
 from energylens.profiler.options import ProfileRequest
 from energylens.profiler.roofline import Yardstick
 from energylens.profiler.steps import Limits, Stepper, Team, run_window
+from energylens.profiler.throttle import throttle_check
 from energylens.profiler.timeline import write_timeline
-from energylens.results import Anchors
+from energylens.profiler.trace import annotate
+from energylens.profiler.tracing import profiled_pass, trace_file
+from energylens.results import Anchors, KernelRow
 from energylens.spec.load import load_device
 from energylens.spec.model import Spec
 from energylens.store import board_hash, new_run_id
@@ -141,6 +145,10 @@ class Engine(Protocol):
         """The phase, ready to run."""
         ...
 
+    def trace(self, phase: str, path: Path) -> None:
+        """Write the kernel trace of some steps of a phase; a pass of its own."""
+        ...
+
 
 class Progress(Protocol):
     """Who shows how far the run is."""
@@ -229,6 +237,8 @@ class Session:
         self._peaks: list[float | None] = []
         self._trust: dict[str, Any] = {}
         self._found: dict[str, Any] = {}
+        self._kernels: tuple[KernelRow, ...] = ()
+        self._notes: list[str] = []
         self._missing: list[str] = list(self.request.phases)
         self._interrupted = False
 
@@ -245,9 +255,9 @@ class Session:
                 self._run()
             except KeyboardInterrupt:
                 self._interrupted = True
-            if self._recorder is not None and self.request.power_timeline:
+            if self._recorder is not None and self.request.timeline:
                 write_timeline(
-                    Path(self.request.power_timeline),
+                    Path(self.request.timeline),
                     [self._recorder.series(i.uuid) for i in self._infos],
                     self._marks(),
                     interval_s=self.request.sample_interval_s,
@@ -271,6 +281,23 @@ class Session:
         )
         for metric in self.metrics:
             self._found |= metric(given)
+        if self.request.torch_profile or self.request.kernel_profile:
+            self._trace()
+
+    def _trace(self) -> None:
+        """The profiled pass; worker 0, which has the meter, adds its samples to kept traces."""
+        with profiled_pass(self.request, self.engine.trace, self.team, self.progress.start) as done:
+            self._kernels, traces = done
+            if not self._kernels:
+                self._notes.append("the profiled pass saw no kernels of a GPU: no breakdown")
+            if self._recorder is not None and self.request.torch_profile:
+                series = [self._recorder.series(info.uuid) for info in self._infos]
+                offset_s = time.time() - self._recorder.now()
+                for phase in self.request.phases:
+                    for worker, samples in zip(self._owners, series, strict=False):
+                        path = trace_file(traces, phase, worker)
+                        # CUDA numbers the boards as the workers are numbered.
+                        annotate(path, {worker: samples}, path, unix_offset_s=offset_s)
 
     def _phase(self, phase: str) -> None:
         self.progress.start(phase)
@@ -352,6 +379,8 @@ class Session:
                 self.progress.note(note)
             return
         self._energy_reason = "; ".join(dict.fromkeys(reasons)) or "no meter was asked for"
+        if self.request.throttle_check:
+            self._notes.append("--throttle-check: no meter, so nothing is known of the boards")
 
     # -- the profile
 
@@ -388,10 +417,12 @@ class Session:
             bandwidth_utilisation=yardstick.bandwidth(phases.get("decode")),
             compute_utilisation=yardstick.compute(phases.get("prefill")),
             metrics=dict(self._found),
+            kernels=self._kernels,
+            throttle=self._throttle(),
             anchors=self._anchors(),
             environment=self._environment(),
             meter=self._meter_facts(phases),
-            power_timeline=request.power_timeline if self._recorder else None,
+            power_timeline=request.timeline if self._recorder else None,
             reasons=tuple(self._reasons(phases)),
             energy_reason=self._energy_reason,
         )
@@ -481,7 +512,7 @@ class Session:
                 for phase, windows in self._windows.items()
             },
             **self.engine.facts(),
-            "notes": list(self.engine.notes),
+            "notes": [*self.engine.notes, *self._notes],
         }
 
     def _meter_facts(self, phases: Mapping[str, PhaseProfile]) -> dict[str, Any]:
@@ -493,6 +524,7 @@ class Session:
             "window_s": self.limits.window_s,
             "settle_s": self.limits.settle_s,
             "outlier_rule": OUTLIER_RULE,
+            "validity_rule": VALIDITY_RULE,
             "phases": {
                 phase: [
                     _reading_facts(r) | self._rail_facts(r) for r in self._readings.get(phase, ())
@@ -501,6 +533,16 @@ class Session:
             },
             **(self._infos[0].rail_facts if self._infos else {}),
         }
+
+    def _throttle(self) -> tuple[ThrottleCheck, ...] | None:
+        recorder = self._recorder
+        if recorder is None or not self.request.throttle_check:
+            return None
+        return tuple(
+            throttle_check(phase, recorder.series(info.uuid), start_s, end_s)
+            for phase, start_s, end_s in self._marks()
+            for info in self._infos
+        )
 
     def _rail_facts(self, reading: Reading) -> dict[str, Any]:
         """Energy by role in the window of a reading, where a board has rails."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from energylens.files import write_atomically
 from energylens.meter.base import DeviceSeries
+from energylens.profiler.throttle import reason_names
 from energylens.store import board_hash
 from energylens.units import HZ_PER_MHZ
 
@@ -26,7 +27,8 @@ def write_timeline(
 ) -> None:
     """Write a row per board and interval: the last sample of each sensor by then.
 
-    Times count from the first power sample; ``phase`` is empty outside of the windows.
+    Times count from the first power sample; ``phase`` is empty outside of the windows, ``reasons``
+    are those of the clock events, joined by ``;``.
 
     Args:
         path: file to write.
@@ -54,7 +56,7 @@ def write_timeline(
                     _text(_at(watts[one.uuid], t)),
                     _text(None if clock is None else clock / HZ_PER_MHZ),
                     _text(_at(one.temperature, t)),
-                    "" if reasons is None else f"{int(reasons):#x}",
+                    "" if reasons is None else ";".join(reason_names(int(reasons))) or "none",
                 )
             )
     write_atomically(path, text.getvalue())

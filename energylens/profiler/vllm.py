@@ -10,9 +10,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from energylens.bench.vllm_engine import LONGEST, VllmEngine
+from energylens.errors import UnsupportedError
 from energylens.lower import parameters
 from energylens.measured import MemoryProfile, Profile
 from energylens.profiler.loader import find_source
@@ -33,7 +35,7 @@ class VllmSteps:
     def __init__(self, request: ProfileRequest, engine: VllmEngine, spec: Spec | None) -> None:
         """Bind to a running engine."""
         self._request, self._engine, self._spec = request, engine, spec
-        self.modes = {"prefill": "serving", "decode": "serving"}
+        self.modes = dict.fromkeys(("prefill", "decode", "request"), "serving")
         self.notes: list[str] = []
 
     def version(self) -> str:
@@ -96,6 +98,10 @@ class VllmSteps:
             phase, r.batch, prompt_len, r.gen_len if phase == "request" else 1
         ) as step:
             yield _HostStepper(step, phase, prompt_len, r.gen_len)
+
+    def trace(self, phase: str, path: Path) -> None:
+        """Never asked for: `ProfileRequest` refuses it."""
+        raise UnsupportedError("vLLM's workers are traced by its own profiler")
 
 
 class _HostStepper:

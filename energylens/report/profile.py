@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from energylens.report.table import digits, quantity, table
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _BYTES_PER_GIB = float(2**30)
+_LONGEST = 8
+"""Kernels of a phase that the table names; the CSV file has all."""
 _LABELS = {
     "prefill": ("TTFT", "J/prompt", "energy_per_prompt_j"),
     "decode": ("decode step", "J/token", "energy_per_token_j"),
@@ -34,6 +36,11 @@ def profile_table(document: Mapping[str, Any]) -> RenderableType:
             parts.append(_energy_table(document, measured))
         if any(len(document[phase]["per_gpu"]) > 1 for phase in measured):
             parts.append(_gpu_table(document, measured))
+    if document["breakdown"]:
+        parts.append(_kind_table(document["breakdown"]))
+        parts.append(_kernel_table(document["breakdown"]))
+    if document["throttle"]:
+        parts.append(_throttle_table(document["throttle"]))
     parts += list(_lines(document, measured))
     return Group(*parts)
 
@@ -68,7 +75,7 @@ def _row(document: Mapping[str, Any], phase: str) -> dict[str, Any]:
         "tp": split["tp"],
         "ep": split["ep"],
         "phase": phase,
-        "mode": document["modes"].get("decode" if phase == "request" else phase),
+        "mode": _mode(document, phase),
         "batch": work["batch"],
         "prompt_len": work["prompt_len"],
         "context_len": context,
@@ -92,6 +99,13 @@ def _row(document: Mapping[str, Any], phase: str) -> dict[str, Any]:
     }
 
 
+def _mode(document: Mapping[str, Any], phase: str) -> str | None:
+    """Launch mode of a phase; of a request, that of its decode steps."""
+    modes = document["modes"]
+    found: str | None = modes.get(phase)
+    return modes.get("decode") if phase == "request" and found is None else found
+
+
 def _joined(values: Iterator[Any]) -> str:
     """One cell for all boards; empty where none has the value."""
     cells = [_cell(v) for v in values]
@@ -106,12 +120,12 @@ def _cell(value: Any) -> str:
 
 def _subject(document: Mapping[str, Any]) -> str:
     degrees = "".join(f", {name} {n}" for name, n in document["parallelism"].items() if n > 1)
-    work, modes = document["workload"], document["modes"]
+    work = document["workload"]
     return (
         f"{document['model']} on {document['n_gpus']} x {document['device_name']}, engine "
         f"{document['engine']} {document['engine_version']}{degrees}, {document['precision']}: "
         f"batch {work['batch']}, prompt {work['prompt_len']}, generate {work['gen_len']}, decode "
-        f"context {work['context_len']:g} ({modes.get('decode')})"
+        f"context {work['context_len']:g}"
     )
 
 
@@ -129,11 +143,24 @@ def _latency_table(document: Mapping[str, Any], measured: list[str]) -> Table:
                 *(quantity(t[p], "s") for p in ("p50", "p90", "p99", "std")),
                 str(found["n"]),
                 str(found["n_outliers"]),
+                _mode(document, phase) or "-",
                 found["regime"] or "-",
             )
         )
-    columns = ("", "mean", "± 95 %", "p50", "p90", "p99", "std", "n", "outliers", "waits for")
-    return table("latency", columns, rows, text=(0, 9))
+    columns = (
+        "",
+        "mean",
+        "± 95 %",
+        "p50",
+        "p90",
+        "p99",
+        "std",
+        "n",
+        "outliers",
+        "mode",
+        "waits for",
+    )
+    return table("latency", columns, rows, text=(0, 9, 10))
 
 
 def _energy_table(document: Mapping[str, Any], measured: list[str]) -> Table:
@@ -175,6 +202,58 @@ def _gpu_table(document: Mapping[str, Any], measured: list[str]) -> Table:
     return table("per GPU", ("phase", "board", "per step", "power", "SM clock"), rows, text=(0, 1))
 
 
+def _kind_table(kernels: Sequence[Mapping[str, Any]]) -> Table:
+    sums: dict[tuple[str, str], list[float]] = {}
+    for row in kernels:
+        parts = sums.setdefault((row["phase"], row["kind"]), [0.0, 0.0, 0.0])
+        for i, name in enumerate(("count", "latency_s", "share")):
+            parts[i] += row[name]
+    order = list(dict.fromkeys(row["phase"] for row in kernels))
+    rows = [
+        (phase, kind, f"{count:g}", quantity(seconds, "s"), f"{100 * share:.1f} %")
+        for (phase, kind), (count, seconds, share) in sorted(
+            sums.items(), key=lambda item: (order.index(item[0][0]), -item[1][1])
+        )
+    ]
+    columns = ("phase", "op kind", "launches", "per step", "share")
+    return table("kernel time, profiled pass", columns, rows, text=(0, 1))
+
+
+def _kernel_table(kernels: Sequence[Mapping[str, Any]]) -> Table:
+    longest = sorted(kernels, key=lambda row: -row["latency_s"])
+    rows = [
+        (row["phase"], row["kind"], row["op"], f"{row['count']:g}", quantity(row["latency_s"], "s"))
+        for phase in dict.fromkeys(row["phase"] for row in kernels)
+        for row in [r for r in longest if r["phase"] == phase][:_LONGEST]
+    ]
+    columns = ("phase", "op kind", "kernel", "launches", "per step")
+    return table("longest kernels", columns, rows, text=(0, 1, 2), wrap=(2,))
+
+
+def _throttle_table(checks: Sequence[Mapping[str, Any]]) -> Table:
+    rows = []
+    for check in checks:
+        reasons = (f"{name} {100 * part:.0f} %" for name, part in check["reasons"].items())
+        said = {True: "yes", False: "no", None: "-"}
+        rows.append(
+            (
+                check["phase"],
+                check["board_uuid"],
+                _range(check["temperature_c"], "°C"),
+                _range(check["sm_clock_mhz"], "MHz"),
+                _range(check["power_w"], "W"),
+                said[check["throttled"]],
+                ", ".join(reasons) or "-",
+            )
+        )
+    columns = ("phase", "board", "temperature", "SM clock", "power", "throttled", "clock events")
+    return table("throttle check", columns, rows, text=(0, 1, 5, 6), wrap=(6,))
+
+
+def _range(spread: Mapping[str, float] | None, unit: str) -> str:
+    return "-" if spread is None else f"{spread['low']:.0f} to {spread['high']:.0f} {unit}"
+
+
 def _lines(document: Mapping[str, Any], measured: list[str]) -> Iterator[str]:
     memory = document["memory"]
     sizes = {
@@ -203,16 +282,19 @@ def _lines(document: Mapping[str, Any], measured: list[str]) -> Iterator[str]:
         yield f"(TTLT - TTFT) / (generated - 1): {quantity(document['tpot_s'], 's')}"
     for name, value in document["metrics"].items():
         yield f"{name}: {value}"
-    check = document["environment"].get("graph_check")
-    if check is not None:
+    for phase, check in document["environment"].get("graph_checks", {}).items():
+        entries = check["entries_distance"]
+        also = "" if entries is None else f", new cache entries by {100 * entries:.2f} %"
         yield (
-            f"captured decode against eager: logits differ by {100 * check['logits_distance']:.2f} "
-            f"% ({100 * check['tolerance']:g} % allowed), same token in "
+            f"{phase}, captured against eager: logits differ by "
+            f"{100 * check['logits_distance']:.2f} %{also}, same token in "
             f"{100 * check['same_tokens']:.0f} %"
         )
     for phase in measured:
         if document[phase]["flags"]:
             yield f"{phase}: {', '.join(document[phase]['flags'])}"
+    if document["breakdown"]:
+        yield "op kinds beside the prediction: energylens validate FILE, for the file of -o"
     for note in document["environment"].get("notes", ()):
         yield f"note: {note}"
     if document["energy_reason"] is not None:

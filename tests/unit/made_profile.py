@@ -63,6 +63,7 @@ RUN: dict[str, Any] = {
     "tpot_s": None,
     "ttlt_s": None,
     "breakdown": None,
+    "throttle": None,
     "anchors": None,
     "environment": {},
     "meter": {},

@@ -39,6 +39,12 @@ def test_commands_on_the_pages_exist_with_their_flags(page: str) -> None:
             assert flag in known[verb], f"{page}: energylens {verb} {flag}"
 
 
+def test_the_profilers_page_names_every_flag_of_its_own() -> None:
+    text = (ROOT / "docs" / "profiler.md").read_text(encoding="utf-8")
+    missing = {flag for flag in commands()["profile"] if "_" not in flag and flag not in text}
+    assert missing == set()
+
+
 def test_readme_names_every_verb() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert {verb for verb in commands() if f"`energylens {verb}" not in text} == set()

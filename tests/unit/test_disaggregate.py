@@ -170,6 +170,15 @@ def test_a_limit_that_only_pairs_keep_is_met() -> None:
     assert all(c.prefill is not None for c in f.front)
 
 
+def test_the_fewest_gpus_that_serve_are_found() -> None:
+    limits = Constraints(max_ttft_s=0.05, min_throughput_tokens_s=2500.0)
+    f = found(gpus=8, objectives=("gpus", "ttft", "energy_per_request"), constraints=limits)
+    few = [c for c in pairs(f) if c.on_frontier]
+    assert min(c.values["gpus"] for c in few) == 2
+    assert len({c.values["gpus"] for c in few}) > 2
+    assert all(c.values["gpus"] == 8 - c.unused_gpus for c in few)
+
+
 def test_one_gpu_makes_no_pair() -> None:
     f = found(gpus=1, space=SearchSpace(batches=(1, 8)))
     assert all(c.prefill is None for c in f.configs)

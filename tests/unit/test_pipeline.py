@@ -17,6 +17,7 @@ from energylens.errors import OutOfRangeError
 from energylens.lower import Lowered, fullest, lower, lower_stages, memory, parameters
 from energylens.lower.stages import partition
 from energylens.machine import StepSums, machine
+from energylens.pipeline import Waiting, makespan, period, pipelined
 from energylens.predict import Catalogue, microbatches, predict
 from energylens.results import (
     Anchors,
@@ -27,7 +28,7 @@ from energylens.results import (
     Prediction,
     Source,
 )
-from energylens.schedule import Part, StepResult, Waiting, makespan, period, pipelined
+from energylens.schedule import Part, StepResult
 from energylens.spec.model import Spec
 from energylens.spec.system import Config, Mode, Parallelism, Step, Workload
 

@@ -34,9 +34,8 @@ def import_spec(
         show(text.rstrip())
     else:
         write_atomically(out, text)
-    layers = sum(b.repeat for b in spec.blocks if b.repeat > 1)
     sys.stderr.write(
-        f"energylens: {spec.name}: {parameters(spec) / 1e9:.4g} B parameters, {layers} layers, "
+        f"energylens: {spec.name}: {parameters(spec) / 1e9:.4g} B parameters, {spec.layers} layers, "
         f"{spec.precision.weights}; energylens predict {out or 'FILE'}\n"
     )
 

@@ -43,6 +43,7 @@ def test_the_config_of_a_shipped_model_is_its_spec(name: str, tmp_path: Path) ->
     found = imported(tmp_path, config(name))
     assert found.source == f"{tmp_path} config.json"
     assert replace(found, name=name, source=shipped.source) == shipped
+    assert found.layers == config(name)["num_hidden_layers"]
     assert parameters(found) == parameters(shipped)
 
 
@@ -117,6 +118,7 @@ def test_layers_with_and_without_a_window_are_blocks_of_their_own(tmp_path: Path
     found = imported(tmp_path, config("gpt_oss_20b", layer_types=listed))
     named = [(b.name, b.repeat, b.window) for b in found.blocks[1:-1]]
     assert named == [("layer", 1, None), ("window_layer", 23, 128)]
+    assert found.layers == 24
     (block,) = imported(tmp_path, config("mixtral_8x7b", sliding_window=4096)).blocks[1:-1]
     assert (block.repeat, block.window) == (32, 4096)
 

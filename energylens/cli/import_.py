@@ -35,8 +35,8 @@ def import_spec(
     else:
         write_atomically(out, text)
     sys.stderr.write(
-        f"energylens: {spec.name}: {parameters(spec) / 1e9:.4g} B parameters, {spec.layers} layers, "
-        f"{spec.precision.weights}; energylens predict {out or 'FILE'}\n"
+        f"energylens: {spec.name}: {parameters(spec) / 1e9:.4g} B parameters, "
+        f"{spec.layers} layers, {spec.precision.weights}; energylens predict {out or 'FILE'}\n"
     )
 
 

@@ -7,7 +7,7 @@ launch. A mark is a ``record_function`` named ``energylens::`` and a phase (one 
 step) or a kind. The replay of a CUDA graph has no marks: its kernels are those of a marked eager
 step of the same trace, if there is one with the same kernels in the same order. Else, and where no
 kinds are marked at all, the kernel's name decides, and always where it names a collective, which
-other ops launch. Other launches without a mark are overhead.
+other ops launch. Other launches without a mark are sampling by their name, or overhead.
 
 Times are those of the kernels, from a short pass: no energy is taken from it, and a board that has
 rested does not reach its power limit meanwhile. So compare with a prediction without `LAWS_OFF`.
@@ -333,10 +333,11 @@ def _kinds(
         if _REPLAY in launch.name:
             replays[kernel.link].append((kernel.ts, i))
         else:
-            if kind_of(kernel.name) is Kind.COLLECTIVE:  # launched inside of another op
-                kinds[i] = Kind.COLLECTIVE
+            named, mark = kind_of(kernel.name), marks.get(kernel.link)
+            if named is Kind.COLLECTIVE or (mark is None and named is Kind.SAMPLING):
+                kinds[i] = named
             else:
-                kinds[i] = marks.get(kernel.link, Kind.OVERHEAD)
+                kinds[i] = mark or Kind.OVERHEAD
             eager.append((launch.ts, i))
     order = [i for _, i in sorted(eager)]
     names = [kernels[i].name for i in order]

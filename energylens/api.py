@@ -148,6 +148,7 @@ def predict(
     routing: str | None = None,
     redundant_experts: int = 0,
     microbatches: int | None = None,
+    max_num_seqs: int | None = None,
     without: Iterable[str] = (),
     anchors: Anchors | Named | Sequence[Named] | None = None,
     bundles: Sequence[Named] = (),
@@ -176,6 +177,7 @@ def predict(
         redundant_experts: experts that are held twice.
         microbatches: parts of the batch in the stages of a pipeline at a time; by default one for
             each step of the prefill, ``pp`` at most.
+        max_num_seqs: most sequences that the engine is set to run at a time, its own by default.
         without: composition laws to leave out.
         anchors: of the boards and their host, as for `setting`.
         bundles: calibration files, as for `setting`.
@@ -202,6 +204,7 @@ def predict(
             routing=routing,
             redundant_experts=redundant_experts,
             microbatches=microbatches,
+            max_sequences=max_num_seqs,
         ),
         workload=Workload(
             batch=batch, prompt_len=prompt_len, gen_len=gen_len, context_len=context_len
@@ -439,6 +442,7 @@ def validate(
     by: Sequence[str] = (),
     ignore_anchors: bool = False,
     without: Iterable[str] = (),
+    max_num_seqs: int | None = None,
     anchors: Anchors | Named | Sequence[Named] | None = None,
     bundles: Sequence[Named] = (),
     catalogue: Catalogue | None = None,
@@ -450,6 +454,8 @@ def validate(
         by: fields that make groups.
         ignore_anchors: predict all rows for a typical board.
         without: composition laws to leave out.
+        max_num_seqs: limit that rows of engines that serve were measured with, the engine's own by
+            default.
         anchors: of the rows that hold none of their own.
         bundles: calibration files, as for `setting`.
         catalogue: where names are looked up, as for `setting`.
@@ -472,7 +478,9 @@ def validate(
         _check_device(given, device)
 
     def predicting(laws: frozenset[str]) -> Predict:
-        return lambda m, own: predict_measurement(m, anchors=own, without=laws, catalogue=known)
+        return lambda m, own: predict_measurement(
+            m, anchors=own, without=laws, catalogue=known, max_sequences=max_num_seqs
+        )
 
     return compare(
         [_with_anchors(m, given) for m in rows],

@@ -101,7 +101,7 @@ def predict(
             f"a power limit of {config.power_limit_w:g} W: {device.name} allows up to "
             f"{device.power_limit_w:g} W"
         )
-    engine, parallelism = engine.on(device), config.parallelism
+    engine, parallelism = _set(engine.on(device), config, workload), config.parallelism
     most = min(parallelism.pp, workload.batch)
     if config.microbatches is not None and not 1 <= config.microbatches <= most:
         raise OutOfRangeError(
@@ -140,6 +140,7 @@ def predict(
         anchors=anchors,
         power_limit_w=config.power_limit_w,
         link=link,
+        captured_tokens=engine.captured_tokens,
         stages=parallelism.pp,
     )
     run = _Run(stages=stages, machine=priced, config=config, workload=workload, without=without)
@@ -493,8 +494,28 @@ def _link(device: Device, gpus: int) -> Link | None:
     return best.link if best else None
 
 
+def _set(engine: Engine, config: Config, workload: Workload) -> Engine:
+    """The engine with the limit that the configuration sets."""
+    most = config.max_sequences
+    if most is None:
+        return engine
+    if engine.serving is None:
+        raise SpecError(f"engine {engine.name} has no limit of sequences; leave --max-num-seqs out")
+    if workload.batch > most:
+        raise SpecError(
+            f"a batch of {workload.batch} is above --max-num-seqs {most}; raise it, or lower "
+            "--batch"
+        )
+    return replace(engine, serving=engine.serving.limited(max_sequences=most))
+
+
 def predict_measurement(
-    m: Measurement, *, anchors: Anchors | None, without: frozenset[str], catalogue: Catalogue
+    m: Measurement,
+    *,
+    anchors: Anchors | None,
+    without: frozenset[str],
+    catalogue: Catalogue,
+    max_sequences: int | None = None,
 ) -> Prediction | Infeasible | str:
     """The prediction that stands beside a measured row, or why there is none.
 
@@ -503,6 +524,8 @@ def predict_measurement(
         anchors: of the row's boards, or None for typical ones.
         without: composition laws to leave out.
         catalogue: where names are looked up.
+        max_sequences: what rows of engines that serve were measured with, the engine's own by
+            default.
 
     Raises:
         CalibrationError: a bundle is damaged.
@@ -530,6 +553,7 @@ def predict_measurement(
                 parallelism=m.parallelism,
                 modes=MappingProxyType(modes),
                 power_limit_w=m.power_limit_w,
+                max_sequences=max_sequences if engine.serving else None,
             ),
             workload=Workload(
                 batch=m.batch,

@@ -107,7 +107,11 @@ def predict(
         int | None, typer.Option(help="Most new tokens of a step [the engine's own].")
     ] = None,
     max_num_seqs: Annotated[
-        int | None, typer.Option(help="Most sequences that run at a time [the engine's own].")
+        int | None,
+        typer.Option(
+            help="Most sequences that run at a time [the engine's own]; vLLM captures steps of "
+            "twice as many tokens."
+        ),
     ] = None,
     steady_state: Annotated[
         bool,
@@ -133,7 +137,6 @@ def predict(
             "--duration": check_positive("--duration", duration),
             "--seed": seed,
             "--max-batch-tokens": max_batch_tokens,
-            "--max-num-seqs": max_num_seqs,
             "--steady-state": steady_state or None,
         },
         {
@@ -185,6 +188,7 @@ def predict(
         routing=routing,
         redundant_experts=redundant_experts,
         microbatches=microbatches,
+        max_num_seqs=max_num_seqs,
         without=parse_laws(without),
         anchors=named.anchors,
         catalogue=catalogue,

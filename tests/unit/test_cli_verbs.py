@@ -171,6 +171,7 @@ FLAGS = {
         "--anchor",
         "--bundle",
         "--without",
+        "--max-num-seqs",
         "--report",
         "--plot",
         "--baseline",

@@ -53,6 +53,7 @@ from energylens.spec.system import (
     Workload,
     chunked,
 )
+from energylens.units import BITS
 
 _T = TypeVar("_T")
 Array = NDArray[np.float64]
@@ -183,7 +184,7 @@ def _notes(
     parallelism: Parallelism,
     priced: Machine,
 ) -> tuple[str, ...]:
-    notes = []
+    notes: list[str] = []
     workers = parallelism.workers * parallelism.pp
     if bundle is None:
         notes.append(
@@ -198,15 +199,7 @@ def _notes(
             f"{engine.name} {asked}: limits of {engine.version}, kernels and host times of "
             f"{measured or 'no version'}"
         )
-    boards = len(anchors.boards) if anchors else 0
-    if boards and bundle is None:
-        notes.append("anchors need a calibration to stand on; ignored")
-    elif boards > workers:
-        notes.append(f"{boards} anchors given for {workers} workers: the first {workers} were used")
-    elif 0 < boards < workers:
-        notes.append(f"{boards} anchors given for {workers} workers: the others are typical boards")
-    if boards and bundle and parallelism.replicas > 1:
-        notes.append("every replica is predicted on the boards of the first")
+    notes += _anchor_notes(bundle, anchors, parallelism)
     if spec.overlap:
         notes.append("overlap of the spec is not priced: collectives and compute take turns")
     if parallelism.pp > 1:
@@ -223,17 +216,34 @@ def _notes(
         )
     limit = bundle.power_limit_w if bundle else device.power_limit_w
     notes += spec.notes
-    narrow = {spec.stored(e) for b in spec.blocks for e in b.cascade}
-    if bundle is not None and (unknown := sorted(narrow - bundle.dtypes)):
-        notes.append(
-            f"no kernel was calibrated with weights in {' or '.join(unknown)}: priced by those in "
-            "16 bits, and what the datasheet says of bytes and arithmetic"
-        )
+    weights = {spec.stored(e) for b in spec.blocks for e in b.cascade}
+    for what, stored in (("weights", weights), ("a KV cache", {spec.precision.kv_cache})):
+        if bundle is not None and (unknown := sorted(stored - bundle.dtypes)):
+            notes.append(
+                f"no kernel was calibrated with {what} in {' or '.join(unknown)}: priced by those "
+                "in 16 bits, and what the datasheet says of bytes and arithmetic"
+            )
     if priced.limit_change:
         notes.append(
             f"measured at a power limit of {limit:.0f} W: other limits follow the common-clock law"
         )
     return tuple(notes)
+
+
+def _anchor_notes(
+    bundle: Bundle | None, anchors: Anchors | None, parallelism: Parallelism
+) -> Iterator[str]:
+    """What is to be known of the boards that were given."""
+    workers = parallelism.workers * parallelism.pp
+    boards = len(anchors.boards) if anchors else 0
+    if boards and bundle is None:
+        yield "anchors need a calibration to stand on; ignored"
+    elif boards > workers:
+        yield f"{boards} anchors given for {workers} workers: the first {workers} were used"
+    elif 0 < boards < workers:
+        yield f"{boards} anchors given for {workers} workers: the others are typical boards"
+    if boards and bundle and parallelism.replicas > 1:
+        yield "every replica is predicted on the boards of the first"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -537,8 +547,10 @@ def predict_measurement(
             catalogue.device(m.device),
         )
         phase = Phase(m.phase)
-        if m.precision != spec.precision.weights:
-            return f"the spec {spec.name} is {spec.precision.weights}, the row {m.precision}"
+        if m.precision is not None:
+            if m.precision not in BITS:
+                return f"unknown precision {m.precision!r}; known: {', '.join(BITS)}"
+            spec = replace(spec, precision=replace(spec.precision, weights=m.precision))
         if phase is Phase.REQUEST and m.gen_len is None:
             return "a request needs gen_len, and the row has none"
         both = (Phase.PREFILL, Phase.DECODE) if phase is Phase.REQUEST else (phase,)

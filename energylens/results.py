@@ -427,6 +427,7 @@ class Measurement:
     """One measured row (of a truth CSV or a profile): what ran, and what it took.
 
     Attributes:
+        precision: that the weights are stored in, the spec's own by default.
         prefill_mode: of a request whose prefill is launched in another mode than its decode steps.
         latency_noise, energy_noise: half widths of the 95 % intervals of what was measured,
             relative to it; None where unknown.
@@ -448,7 +449,7 @@ class Measurement:
     energy_j: float | None = None
     parallelism: Parallelism = Parallelism()
     engine_version: str = ""
-    precision: str = "bf16"
+    precision: str | None = None
     regime: str = "device"
     power_limit_w: float | None = None
     anchors: Anchors | None = None

@@ -587,6 +587,7 @@ class Frontier:
         table_error: relative error of the values that are not exact, at most as far as was seen.
         level: of the intervals; source: weakest of the exact predictions.
         power_limit_w: of each board, where it was asked for.
+        precision: what ``weights`` or ``kv_cache`` are stored in, where it is not the spec's.
     """
 
     spec: str
@@ -607,6 +608,7 @@ class Frontier:
     anchors: Anchors | None
     notes: tuple[str, ...] = ()
     power_limit_w: float | None = None
+    precision: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def front(self) -> tuple[ScoredConfig, ...]:

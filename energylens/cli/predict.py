@@ -15,6 +15,7 @@ from energylens.cli.options import (
     Device,
     Engine,
     Json,
+    Stored,
     Without,
     check_positive,
     find_engine,
@@ -22,6 +23,7 @@ from energylens.cli.options import (
     parse_choice,
     parse_laws,
     parse_modes,
+    parse_precision,
     split_list,
 )
 from energylens.cli.output import EXIT_INFEASIBLE, fail, show
@@ -117,6 +119,7 @@ def predict(
         bool,
         typer.Option("--steady-state", help="Refuse a rate that the service does not sustain."),
     ] = False,
+    precision: Stored = None,
     anchor: AnchorFiles = None,
     bundle: Bundles = None,
     without: Without = None,
@@ -156,6 +159,7 @@ def predict(
         engine=find_engine(catalogue, engine, f"energylens predict {spec}"),
         anchors=load_anchors(anchor),
         catalogue=catalogue,
+        precision=parse_precision(precision),
     )
     watts = check_positive("--power-limit", power_limit)
     if traffic is not None:

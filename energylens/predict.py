@@ -183,7 +183,7 @@ def _notes(
     priced: Machine,
 ) -> tuple[str, ...]:
     notes = []
-    workers = parallelism.workers * parallelism.pp
+    workers = parallelism.replica_gpus
     if bundle is None:
         notes.append(
             f"no calibration of {device.name} for the {engine.provider} provider: datasheet "
@@ -541,7 +541,7 @@ def predict_measurement(
             anchors=anchors,
             phases=(phase,),
             without=without,
-            link=catalogue.link(device, m.parallelism.gpus),
+            link=catalogue.link(device, m.parallelism.replica_gpus),
         )
     except CalibrationError:  # of the calibration, not of the row: no row can be predicted with it
         raise

@@ -226,7 +226,7 @@ def predict(
         anchors=s.anchors,
         phases=tuple(Phase(phase) for phase in phases),
         without=frozenset(without),
-        link=s.link(degrees.gpus),
+        link=s.link(degrees.replica_gpus),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -185,7 +185,7 @@ def _notes(
     priced: Machine,
 ) -> tuple[str, ...]:
     notes: list[str] = []
-    workers = parallelism.workers * parallelism.pp
+    workers = parallelism.replica_gpus
     if bundle is None:
         notes.append(
             f"no calibration of {device.name} for the {engine.provider} provider: datasheet "
@@ -234,7 +234,7 @@ def _anchor_notes(
     bundle: Bundle | None, anchors: Anchors | None, parallelism: Parallelism
 ) -> Iterator[str]:
     """What is to be known of the boards that were given."""
-    workers = parallelism.workers * parallelism.pp
+    workers = parallelism.replica_gpus
     boards = len(anchors.boards) if anchors else 0
     if boards and bundle is None:
         yield "anchors need a calibration to stand on; ignored"
@@ -577,7 +577,7 @@ def predict_measurement(
             anchors=anchors,
             phases=(phase,),
             without=without,
-            link=catalogue.link(device, m.parallelism.gpus),
+            link=catalogue.link(device, m.parallelism.replica_gpus),
         )
     except CalibrationError:  # of the calibration, not of the row: no row can be predicted with it
         raise

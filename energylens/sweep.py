@@ -228,7 +228,7 @@ def _served(cell: Cell) -> dict[str, Any]:
         device=s.device,
         config=Config(parallelism=cell.parallelism),
         bundles=s.bundles,
-        link=s.link(cell.parallelism.gpus),
+        link=s.link(cell.parallelism.replica_gpus),
     )
     return result.rows()[0] if isinstance(result, Infeasible) else _service(result)
 

@@ -277,7 +277,7 @@ def _serve(
         config=config,
         bundles=named.bundles,
         anchors=named.anchors,
-        link=named.link(config.parallelism.gpus),
+        link=named.link(config.parallelism.replica_gpus),
     )
     if not isinstance(result, Infeasible):
         show(serving_document(result) if as_json else serving_table(result))

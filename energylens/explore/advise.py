@@ -88,7 +88,7 @@ def advise(
             workload=d.workload,
             bundles=known.bundles(d.device, d.engine),
             anchors=anchors if d.device is device else None,
-            link=known.link(d.device, d.config.parallelism.gpus),
+            link=known.link(d.device, d.config.parallelism.replica_gpus),
         )
 
     base = outcome(here)
@@ -218,12 +218,12 @@ def _modes(d: Deployment) -> Iterator[tuple[str, str, Deployment]]:
 
 def _fusions(d: Deployment, known: Catalogue) -> Iterator[tuple[str, str, Deployment]]:
     """Kernels that other engines fuse, and this one does not."""
-    own = {g.name for b in d.spec.blocks for g in groups(d.spec, d.engine, b)}
+    own = [{e.name for e in g.members} for b in d.spec.blocks for g in groups(d.spec, d.engine, b)]
     for members in dict.fromkeys(m for n in known.list("engines") for m in known.engine(n).fusion):
         for block in d.spec.blocks:
             names = [e.name for e in block.cascade]
             name = "+".join(n for n in names if n in members)
-            if set(members) <= set(names) and name not in own:
-                own.add(name)  # other kinds of layers may hold the same
+            if set(members) <= set(names) and not any(kernel >= set(members) for kernel in own):
+                own.append(set(members))  # other kinds of layers may hold the same
                 fusion = (Fusion(members=members), *d.spec.fusion)
                 yield "fusion", f"fuse {name}", replace(d, spec=replace(d.spec, fusion=fusion))

@@ -217,7 +217,7 @@ def scored_configs(chosen: Choice, pool: Pool) -> tuple[ScoredConfig, ...]:
 def config_id(parallelism: Parallelism, gpus: int, batch: int) -> str:
     """``tp2-ep1-dp1-b8``; with ``-x3`` where there might be more replicas."""
     layout = parallelism.layout.replace(", ", "-").replace("=", "")
-    most = gpus // (parallelism.gpus // parallelism.replicas)
+    most = gpus // parallelism.replica_gpus
     fewer = f"-x{parallelism.replicas}" if parallelism.replicas < most else ""
     return f"{layout}{fewer}-b{batch}"
 

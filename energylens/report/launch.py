@@ -49,7 +49,7 @@ def command_lines(
     def launch(command: str | None, p: Parallelism) -> str:
         if not command or p.replicas == 1:
             return command or _no_launch(f)
-        own = p.gpus // p.replicas
+        own = p.replica_gpus
         each = f"{own} GPUs of its own" if own > 1 else "a GPU of its own"
         return f"{command}   # {p.replicas} of these, each on {each}"
 

@@ -63,7 +63,7 @@ def source_line(p: Prediction | ServingResult) -> str:
 
 def _boards(p: Prediction | ServingResult) -> str:
     """Which boards and which host the numbers are for."""
-    workers = p.parallelism.workers * p.parallelism.pp
+    workers = p.parallelism.replica_gpus
     given = p.anchors.boards if p.anchors and p.bundles else ()
     used = given[:workers]
     if not used:

@@ -372,9 +372,14 @@ class Parallelism:
         return self.tp * self.dp
 
     @property
+    def replica_gpus(self) -> int:
+        """Devices of a replica, which are linked to each other; replicas are on their own."""
+        return self.workers * self.pp
+
+    @property
     def gpus(self) -> int:
         """Devices that the configuration occupies."""
-        return self.replicas * self.workers * self.pp
+        return self.replicas * self.replica_gpus
 
     @property
     def layout(self) -> str:

@@ -145,6 +145,11 @@ def test_layers_of_several_kinds_name_a_fusion_once() -> None:
     assert len(labels) == len(set(labels))
 
 
+def test_what_is_inside_a_larger_kernel_is_no_fusion_of_its_own() -> None:
+    found = advice("qwen3_moe", tp=1, gen_len=8)  # vLLM runs whole experts as one kernel
+    assert not [c for c in (*found.changes, *found.refused) if c.label == "fuse gate+up"]
+
+
 def test_a_switch_that_changes_nothing_is_no_advice() -> None:
     beside = (Overlap(collective="o", beside="gate", sm=16),)
     found = advice(replace(LLAMA, overlap=beside), tp=2)

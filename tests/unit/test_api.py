@@ -189,6 +189,16 @@ def test_anchors_are_files_or_values_of_the_device(tmp_path: Path) -> None:
         energylens.predict("llama3_8b", device="a6000", anchors=anchors)
 
 
+def test_replicas_are_linked_inside_and_not_to_each_other() -> None:
+    # 16 GPUs have no known link, and the 8 of a replica have one.
+    words = {"tp": 1, "dp": 8, "ep": 8, "batch": 16, "catalogue": CATALOGUE}
+    one, two = predicted("qwen3_moe", **words), predicted("qwen3_moe", **words, replicas=2)
+    assert {p: r.latency_s for p, r in one.phases.items()} == {
+        p: r.latency_s for p, r in two.phases.items()
+    }
+    assert not [note for note in two.notes if "link" in note]
+
+
 def test_degrees_that_do_not_make_the_gpus_are_refused() -> None:
     assert api.parallelism(gpus=4).tp == 4
     with pytest.raises(SpecError, match="--gpus is 4, but replicas x dp x tp x pp = 2"):

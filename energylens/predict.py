@@ -146,13 +146,7 @@ def predict(
     results = {p: run.phase(p) for p in phases}
     lowest_hz = LOWEST_CLOCK * device.clock_max_hz
     if any((r.clock_hz or math.inf) <= lowest_hz for r, _ in results.values()):
-        return Infeasible(
-            reason=(
-                f"{device.name} cannot hold {priced.cap_w:.0f} W: even at {lowest_hz / 1e6:.0f} "
-                "MHz this workload draws more; raise --power-limit"
-            ),
-            memory=held,
-        )
+        return Infeasible(reason=priced.cannot_hold, memory=held)
     return Prediction(
         spec=spec.name,
         device=device.name,

@@ -197,10 +197,17 @@ class Anchors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Infeasible:
-    """Returned instead of numbers: why a configuration cannot run, and what would."""
+    """Returned instead of numbers: why a configuration cannot run, and what would.
+
+    Attributes:
+        reason: in one line.
+        memory: of the configuration, or of what comes closest to fitting.
+        counts: of a search of many.
+    """
 
     reason: str
     memory: Memory | None = None
+    counts: SearchCounts | None = None
 
     def rows(self) -> list[dict[str, Any]]:
         """One row that says why there are no others."""

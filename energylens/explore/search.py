@@ -199,7 +199,9 @@ def explore(
     )
     table, nearest = search.score()
     if table is None:
-        return Infeasible(reason=search.nothing_runs(nearest), memory=nearest)
+        return Infeasible(
+            reason=search.nothing_runs(nearest), memory=nearest, counts=search.counts()
+        )
     chosen = Choice(
         table=table,
         objectives=tuple(objectives),
@@ -210,7 +212,7 @@ def explore(
     search.refine(chosen)
     pairs = Disaggregation(search, chosen).found(search.pool) if disaggregate else Found()
     if not chosen.known and not pairs.configs:
-        return Infeasible(reason=search.nothing_meets(chosen))
+        return Infeasible(reason=search.nothing_meets(chosen), counts=search.counts(chosen, pairs))
     return search.frontier(chosen, pairs)
 
 
@@ -297,10 +299,7 @@ class Search:
             held_w = priced.cap_w * (1.0 + _ABOVE_CAP)
             holds = values["total_power_w"] / values["gpus"] <= held_w
             if not holds.all():
-                reason = (
-                    f"{self.device.name} cannot hold {priced.cap_w:.0f} W: {parallelism.layout}"
-                )
-                self.infeasible[f"{reason}; raise --power-limit"] += int((~holds).sum())
+                self.infeasible[priced.cannot_hold] += int((~holds).sum())
             fitting, values = fitting[holds], {name: v[holds] for name, v in values.items()}
             parts += self._replicated(parallelism, fitting, values | self.prices.values(values))
         if not parts:
@@ -452,6 +451,27 @@ class Search:
         """Above-idle power of a board with its links awake; 0 where nobody measured it."""
         return self.machine(Parallelism()).laws.link_w
 
+    def counts(self, chosen: Choice | None = None, pairs: Found | None = None) -> SearchCounts:
+        """What was tried; with the rows of a table, where anything can run, and pairs of them."""
+        pairs = pairs or Found()
+        infeasible, running, filtered = sum(self.infeasible.values()), 0, 0
+        missed: dict[str, int] = {}
+        if chosen is not None:
+            runs = chosen.table.runs
+            running, filtered = int(runs.sum()), int((runs & ~chosen.meets).sum())
+            over = ((chosen.excess > 0) & runs[:, None]).sum(axis=0).tolist()
+            missed = {
+                name: n + pairs.filtered_by.get(name, 0)
+                for name, n in zip(chosen.constraints, over, strict=True)
+            }
+        return SearchCounts(
+            tried=running + infeasible + pairs.tried,
+            infeasible=infeasible,
+            filtered=filtered + pairs.filtered,
+            infeasible_by=MappingProxyType(dict(self.infeasible)),
+            filtered_by=MappingProxyType(missed),
+        )
+
     def nothing_runs(self, nearest: Memory | None) -> str:
         """Why no configuration can run, and what comes closest."""
         reasons = "; ".join(self.infeasible)
@@ -502,13 +522,6 @@ class Search:
         if pairs.configs:
             watts = f"{self.link_w:.0f} W a GPU" if self.link_w else "not known, not counted"
             notes[NOTE.format(efficiency=LINK_EFFICIENCY, watts=watts)] = None
-        excess, constraints = chosen.excess, tuple(chosen.constraints)
-        over = (excess > 0) & chosen.table.runs[:, None]
-        missed = {
-            name: int(over[:, j].sum()) + pairs.filtered_by.get(name, 0)
-            for j, name in enumerate(constraints)
-        }
-        infeasible = sum(self.infeasible.values())
         return Frontier(
             spec=self.spec.name,
             source_id=self.spec.source,
@@ -520,13 +533,7 @@ class Search:
             constraints=MappingProxyType(dict(chosen.constraints)),
             prices=MappingProxyType(self.prices.given()),
             configs=tuple(self._at_contexts(c) for c in configs),
-            counts=SearchCounts(
-                tried=int(chosen.table.runs.sum()) + infeasible + pairs.tried,
-                infeasible=infeasible,
-                filtered=int((chosen.table.runs & ~chosen.meets).sum()) + pairs.filtered,
-                infeasible_by=MappingProxyType(dict(self.infeasible)),
-                filtered_by=MappingProxyType(missed),
-            ),
+            counts=self.counts(chosen, pairs),
             table_error=TABLE_ERROR,
             level=LEVEL,
             source=max((p.source for p in predictions), default=Source.ROOFLINE),

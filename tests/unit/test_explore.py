@@ -254,13 +254,14 @@ def test_nothing_that_fits_says_how_much_is_missing() -> None:
 def test_a_power_limit_that_cannot_be_held_is_a_reason() -> None:
     result = search(power_limit_w=135.0, space=SearchSpace(batches=(256,), tp=(1,)))
     assert isinstance(result, Infeasible)
-    assert "cannot hold" in result.reason
+    assert result.reason.count("cannot hold") == 1, "layouts with the same reason say it once"
 
 
 def test_a_power_limit_that_few_or_none_can_hold_still_ends_in_an_answer(capsys: Capture) -> None:
     result = search(power_limit_w=135.0, gpus=1, space=SearchSpace(batches=range(1, 65)), exact=2)
     assert isinstance(result, Infeasible)
-    assert "no layout of llama3_8b can run on 1 GPUs: h200 cannot hold 134 W" in result.reason
+    start = "no layout of llama3_8b can run on 1 GPUs: h200 cannot hold a power limit of 135 W: "
+    assert result.reason.startswith(start)
     words = ["explore", "llama3_8b", "--gpus", "1", "--power-limit", "150", "--batch", "1..64"]
     assert main([*words, "--top", "2"]) == 3
     assert "cannot hold" in capsys.readouterr().err
@@ -527,6 +528,24 @@ def test_the_document_holds_every_configuration(capsys: Capture, tmp_path: Path)
         rows = list(csv.DictReader(file))
     assert [row["id"] for row in rows] == list(configs)
     assert [float(row["tpot_s"]) for row in rows] == [c["tpot_s"] for c in configs.values()]
+
+
+@pytest.mark.parametrize("missed", [["--max-ttft-ms", "1"], ["--batch", "60000"]])
+def test_a_document_of_nothing_has_every_key(missed: list[str], capsys: Capture) -> None:
+    assert main([*SMALL, "--json"]) == 0
+    keys = list(json.loads(capsys.readouterr().out))
+    assert main([*SMALL, "--price-per-kwh", "0.2", *missed, "--json"]) == 3
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    assert list(document) == keys
+    assert document["reason"] in err
+    assert document["objectives"] == ["energy_per_token", "tpot"]
+    assert document["prices"] == {"per_kwh": 0.2}
+    counts, fitting = document["counts"], missed[0] == "--max-ttft-ms"
+    assert document["constraints"] == ({"max_ttft_s": 0.001} if fitting else {})
+    assert counts["tried"] == counts["filtered"] + counts["infeasible"] == (15 if fitting else 3)
+    assert counts["filtered_by"] == ({"max_ttft_s": 15} if fitting else {})
+    assert sum(counts["infeasible_by"].values()) == counts["infeasible"] == (0 if fitting else 3)
 
 
 def test_prices_reach_the_table_and_the_files(capsys: Capture, tmp_path: Path) -> None:

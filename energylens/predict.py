@@ -104,8 +104,9 @@ def predict(
     engine, parallelism = engine.on(device), config.parallelism
     most = min(parallelism.pp, workload.batch)
     if config.microbatches is not None and not 1 <= config.microbatches <= most:
+        allowed = f"from 1 to {most}" if most > 1 else "1"
         raise OutOfRangeError(
-            f"microbatches must be from 1 to {most} at pp={parallelism.pp} and a batch of "
+            f"microbatches must be {allowed} at pp={parallelism.pp} and a batch of "
             f"{workload.batch}, not {config.microbatches}"
         )
     stages = lower_stages(

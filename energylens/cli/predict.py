@@ -16,6 +16,7 @@ from energylens.cli.options import (
     Engine,
     Json,
     Without,
+    check_least,
     check_positive,
     find_engine,
     load_anchors,
@@ -124,6 +125,9 @@ def predict(
     from energylens.report import infeasible_document, prediction_document, prediction_table
     from energylens.results import Infeasible
 
+    for name, most in (("--max-batch-tokens", max_batch_tokens), ("--max-num-seqs", max_num_seqs)):
+        if most is not None:
+            check_least(name, most)
     traffic = _traffic(
         rate,
         (prompt_len, gen_len),

@@ -66,6 +66,8 @@ _IN_FLIGHT = (
     "requests that keep coming; it runs a batch that comes at once in fewer parts, and slower"
 )
 
+_ALONE = "nothing is disaggregated: that takes a GPU to prefill and one to decode"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSpace:
@@ -204,16 +206,20 @@ def explore(
         )
     chosen = Choice(
         table=table,
-        objectives=tuple(objectives),
+        objectives=tuple(dict.fromkeys(objectives)),
         constraints=constraints.given(),
         limit=exact,
         prices=prices,
     )
     search.refine(chosen)
-    pairs = Disaggregation(search, chosen).found(search.pool) if disaggregate else Found()
+    pairs = Found()
+    if disaggregate and gpus > 1:
+        pairs = Disaggregation(search, chosen).found(search.pool)
     if not chosen.known and not pairs.configs:
         return Infeasible(reason=search.nothing_meets(chosen), counts=search.counts(chosen, pairs))
-    return search.frontier(chosen, pairs)
+    found = search.frontier(chosen, pairs)
+    alone = (_ALONE,) if disaggregate and gpus == 1 else ()
+    return replace(found, notes=(*found.notes, *alone))
 
 
 def _check(

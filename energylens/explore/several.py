@@ -56,7 +56,11 @@ def together(found: Mapping[str, Frontier | Infeasible]) -> Frontier | Infeasibl
         for name, f in fronts.items()
         for c in f.configs
     ]
-    notes = [f"{name}: {note}" for name, f in fronts.items() for note in f.notes]
+    notes = [
+        note if len(own) == len(fronts) else f"{', '.join(own)}: {note}"
+        for note in dict.fromkeys(note for f in fronts.values() for note in f.notes)
+        if (own := [name for name, f in fronts.items() if note in f.notes])
+    ]
     notes += [f"{name} is left out: {reason}" for name, reason in reasons.items()]
     return replace(
         first,

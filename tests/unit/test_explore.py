@@ -477,6 +477,7 @@ def test_a_device_that_cannot_is_left_out_and_named() -> None:
         note.startswith("2 x a6000 is left out: llama3_70b does not fit a6000")
         for note in found_both.notes
     )
+    assert len(found_both.notes) == len(set(found_both.notes))
     neither = energylens.explore("llama3_70b", device=["h200", "a6000"], gpus=1, batch=64)
     assert isinstance(neither, Infeasible)
     assert "1 x h200: llama3_70b does not fit h200" in neither.reason
@@ -495,6 +496,8 @@ def test_devices_and_numbers_of_gpus_go_in_pairs(capsys: Capture) -> None:
     assert document["pools"] == [{"device": "a6000", "gpus": n} for n in (1, 2)]
     for pick in document["picks"]:
         assert "--device a6000" in pick["predict"]
+    assert len(document["notes"]) == len(set(document["notes"]))
+    assert not any(note.startswith("1 x a6000, 2 x a6000:") for note in document["notes"])
     assert main([*words, "--device", "h200,a6000", "--gpus", "1,2,4"]) == 2
     assert "--gpus names 3 numbers and --device 2 devices" in capsys.readouterr().err
     assert main([*words, "--device", "h200,h200", "--gpus", "1"]) == 2

@@ -565,6 +565,17 @@ class ScoredConfig:
         return self.pool.gpus - self.parallelism.gpus - prefill
 
 
+LIMIT_OPTIONS: Mapping[str, tuple[str, str, float]] = MappingProxyType(
+    {
+        "max_ttft_s": ("--max-ttft-ms", "ms", 1e3),
+        "max_tpot_s": ("--max-tpot-ms", "ms", 1e3),
+        "max_power_w": ("--max-w", "W", 1.0),
+        "min_throughput_tokens_s": ("--min-throughput", "tokens/s", 1.0),
+    }
+)
+"""Constraint of a search -> its option, the option's unit, and how many of it the SI unit is."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchCounts:
     """Configurations of a search.

@@ -200,12 +200,17 @@ def explore(
         raise typer.Exit(fail("infeasible", result.reason, EXIT_INFEASIBLE))
     given = [("--engine", engine)]
     given += [(n, str(v)) for n, v in (("--routing", routing), ("--power-limit", power_limit)) if v]
-    given += [("--anchor", str(path)) for path in anchor or ()]
     given += [("--bundle", str(path)) for path in bundle or ()]
+    anchored = [
+        (path, {b.device for b in found.boards})
+        for path in anchor or ()
+        if (found := load_anchors([path])) is not None
+    ]
 
     def command(name: str) -> str:
         asked = next(d for d in devices if catalogue.device(d).name == name)
-        words = [w for pair in (("--device", asked), *given) for w in pair]
+        own = [("--anchor", str(path)) for path, devices_of in anchored if devices_of <= {name}]
+        words = [w for pair in (("--device", asked), *given, *own) for w in pair]
         return shlex.join(["energylens", "predict", spec, *words])
 
     if csv is not None:

@@ -40,7 +40,7 @@ def predict(
         typer.Argument(metavar="SPEC", help="Model by name (`energylens list specs`) or file."),
     ],
     phase: Annotated[str, typer.Option(help="prefill, decode, request, or all.")] = "all",
-    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    batch: Annotated[int, typer.Option(help="Sequences of each replica.")] = 1,
     prompt_len: Annotated[int, typer.Option(help="Prompt tokens of each sequence.")] = 1024,
     gen_len: Annotated[
         int, typer.Option(help="Generated tokens, the one that prefill makes included.")

@@ -32,6 +32,7 @@ from energylens.lower import Lowered, fullest, lower, staged, valid_tp
 from energylens.machine import Machine, StepSums, machine
 from energylens.predict import predict
 from energylens.results import (
+    LIMIT_OPTIONS,
     Anchors,
     ContextPoint,
     Frontier,
@@ -571,12 +572,7 @@ class Search:
 
 def _missed(constraint: str, value: float, limit: float) -> str:
     """What a configuration misses, in the words and units of the command line."""
-    option, unit, factor = {
-        "max_ttft_s": ("--max-ttft-ms", "ms", 1e3),
-        "max_tpot_s": ("--max-tpot-ms", "ms", 1e3),
-        "max_power_w": ("--max-w", "W", 1.0),
-        "min_throughput_tokens_s": ("--min-throughput", "tokens/s", 1.0),
-    }[constraint]
+    option, unit, factor = LIMIT_OPTIONS[constraint]
     return f"{option} {limit * factor:.4g} with {value * factor:.4g} {unit}"
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from energylens.anchors import anchors_to_json
 from energylens.report.launch import PredictCommand, command_lines, commands
 from energylens.report.table import bundle_names, digits, memory, quantity, table
-from energylens.results import Frontier, Infeasible, ScoredConfig, SearchCounts
+from energylens.results import LIMIT_OPTIONS, Frontier, Infeasible, ScoredConfig, SearchCounts
 from energylens.spec.system import Parallelism
 
 if TYPE_CHECKING:
@@ -345,7 +345,8 @@ def count_lines(f: Frontier) -> Iterator[str]:
     for reason, n in sorted(c.infeasible_by.items(), key=lambda item: -item[1]):
         yield f"  {n} cannot run: {reason}"
     for name, n in c.filtered_by.items():
-        yield f"  {n} miss {name} {f.constraints[name]:g}"
+        option, _, factor = LIMIT_OPTIONS[name]
+        yield f"  {n} miss {option} {f.constraints[name] * factor:g}"
 
 
 def layout_name(f: Frontier, config: ScoredConfig) -> str:

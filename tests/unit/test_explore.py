@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from energylens.predict import Catalogue, predict
 from energylens.report.frontier import frontier_plot
 from energylens.report.launch import commands, launch_command
 from energylens.results import Frontier, Infeasible, Prediction
+from energylens.spec.load import data_dir
 from energylens.spec.system import Config, Parallelism, Workload
 
 pytestmark = pytest.mark.usefixtures("no_debug")
@@ -500,6 +502,14 @@ def test_devices_and_numbers_of_gpus_go_in_pairs(capsys: Capture) -> None:
     assert not any(note.startswith("1 x a6000, 2 x a6000:") for note in document["notes"])
     assert main([*words, "--device", "h200,a6000", "--gpus", "1,2,4"]) == 2
     assert "--gpus names 3 numbers and --device 2 devices" in capsys.readouterr().err
+    board = str(next((data_dir("calibration") / "anchors").glob("h200-*.json")))
+    both = [*words, "--device", "h200,a6000", "--gpus", "1", "--anchor", board, "--json"]
+    for limit, has in ((["--max-w", "310"], False), (["--max-tpot-ms", "9"], True)):
+        assert main([*both, *limit]) == 0
+        pick = json.loads(capsys.readouterr().out)["picks"][0]
+        assert (board in pick["predict"]) == has, "only a board's own device takes its anchor"
+        assert main(shlex.split(pick["predict"])[1:]) == 0
+        capsys.readouterr()
     assert main([*words, "--device", "h200,h200", "--gpus", "1"]) == 2
     assert "1 x h200 is named 2 times" in capsys.readouterr().err
 
@@ -531,6 +541,13 @@ def test_the_document_holds_every_configuration(capsys: Capture, tmp_path: Path)
         rows = list(csv.DictReader(file))
     assert [row["id"] for row in rows] == list(configs)
     assert [float(row["tpot_s"]) for row in rows] == [c["tpot_s"] for c in configs.values()]
+
+
+def test_a_missed_constraint_is_named_as_it_was_given(capsys: Capture) -> None:
+    assert main([*SMALL, "--max-tpot-ms", "5.2", "--max-w", "1300"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^  \d+ miss --max-tpot-ms 5.2$", out, re.M)
+    assert "max_tpot_s" not in out
 
 
 @pytest.mark.parametrize("missed", [["--max-ttft-ms", "1"], ["--batch", "60000"]])

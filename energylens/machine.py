@@ -19,6 +19,7 @@ from energylens.lower.kernels import Item
 from energylens.pipeline import Waiting
 from energylens.results import Anchors, Cost, HostAnchor, Kind, Source
 from energylens.schedule import (
+    LOWEST_CLOCK,
     Constants,
     Host,
     Kernels,
@@ -62,9 +63,10 @@ _CAP_REL_SE, _OTHER_LIMIT_REL_SE = 0.01, 0.2
 class Machine:
     """Everything that prices a step: cost model, laws, boards and host of one configuration.
 
-    ``boards`` are those of all pipeline ``stages``, one after the other. ``limit_change`` is by how
-    much of the power limit of the calibration the given one differs. Steps of an engine that serves
-    are captured up to ``captured_tokens`` new tokens.
+    ``boards`` are those of all pipeline ``stages``, one after the other. ``limit_w`` is the power
+    limit of each, of which its governor holds ``cap_w`` in the mean; ``limit_change`` is by how
+    much of the calibration's limit it differs. Steps of an engine that serves are captured up to
+    ``captured_tokens`` new tokens.
     """
 
     device: Device
@@ -72,12 +74,22 @@ class Machine:
     laws: Laws
     boards: tuple[Board, ...]
     spread: Spread
+    limit_w: float
     cap_w: float
     limit_change: float
     host: HostLaw | None
     host_anchor: HostAnchor | None
     captured_tokens: int = SPLIT_TOKENS
     stages: int = 1
+
+    @property
+    def cannot_hold(self) -> str:
+        """Why what draws more than the power limit at the lowest clock cannot run."""
+        lowest_hz = LOWEST_CLOCK * self.device.clock_max_hz
+        return (
+            f"{self.device.name} cannot hold a power limit of {self.limit_w:g} W: even at "
+            f"{lowest_hz / 1e6:.0f} MHz this workload draws more; raise --power-limit"
+        )
 
     def step(
         self,
@@ -342,6 +354,7 @@ def machine(
         laws=laws,
         boards=boards,
         spread=left,
+        limit_w=limit,
         cap_w=laws.cap_fraction * limit if is_capped else math.inf,
         limit_change=abs(limit / measured_w - 1.0),
         host=bundle.host if bundle else None,

@@ -105,8 +105,9 @@ def predict(
     engine, parallelism = _set(engine.on(device), config, workload), config.parallelism
     most = min(parallelism.pp, workload.batch)
     if config.microbatches is not None and not 1 <= config.microbatches <= most:
+        allowed = f"from 1 to {most}" if most > 1 else "1"
         raise OutOfRangeError(
-            f"microbatches must be from 1 to {most} at pp={parallelism.pp} and a batch of "
+            f"microbatches must be {allowed} at pp={parallelism.pp} and a batch of "
             f"{workload.batch}, not {config.microbatches}"
         )
     stages = lower_stages(
@@ -148,13 +149,7 @@ def predict(
     results = {p: run.phase(p) for p in phases}
     lowest_hz = LOWEST_CLOCK * device.clock_max_hz
     if any((r.clock_hz or math.inf) <= lowest_hz for r, _ in results.values()):
-        return Infeasible(
-            reason=(
-                f"{device.name} cannot hold {priced.cap_w:.0f} W: even at {lowest_hz / 1e6:.0f} "
-                "MHz this workload draws more; raise --power-limit"
-            ),
-            memory=held,
-        )
+        return Infeasible(reason=priced.cannot_hold, memory=held)
     return Prediction(
         spec=spec.name,
         device=device.name,

@@ -197,10 +197,17 @@ class Anchors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Infeasible:
-    """Returned instead of numbers: why a configuration cannot run, and what would."""
+    """Returned instead of numbers: why a configuration cannot run, and what would.
+
+    Attributes:
+        reason: in one line.
+        memory: of the configuration, or of what comes closest to fitting.
+        counts: of a search of many.
+    """
 
     reason: str
     memory: Memory | None = None
+    counts: SearchCounts | None = None
 
     def rows(self) -> list[dict[str, Any]]:
         """One row that says why there are no others."""
@@ -557,6 +564,17 @@ class ScoredConfig:
         """Left over where the replicas do not divide the GPUs given; not in any number."""
         prefill = self.prefill.parallelism.gpus if self.prefill else 0
         return self.pool.gpus - self.parallelism.gpus - prefill
+
+
+LIMIT_OPTIONS: Mapping[str, tuple[str, str, float]] = MappingProxyType(
+    {
+        "max_ttft_s": ("--max-ttft-ms", "ms", 1e3),
+        "max_tpot_s": ("--max-tpot-ms", "ms", 1e3),
+        "max_power_w": ("--max-w", "W", 1.0),
+        "min_throughput_tokens_s": ("--min-throughput", "tokens/s", 1.0),
+    }
+)
+"""Constraint of a search -> its option, the option's unit, and how many of it the SI unit is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -117,6 +117,7 @@ def explore(
 ) -> None:
     """The Pareto front of all parallel layouts and batches: joules against milliseconds."""
     from energylens import api
+    from energylens.explore import DEFAULT_OBJECTIVES, Constraints, Prices
     from energylens.explore.several import pairs
     from energylens.files import write_atomically
     from energylens.predict import Catalogue
@@ -140,6 +141,19 @@ def explore(
         figure()
     catalogue, devices = Catalogue(bundle_files=tuple(bundle or ())), split_list(device)
     profile = find_engine(catalogue, engine, f"energylens explore {spec} --gpus {gpus}")
+    objectives = DEFAULT_OBJECTIVES if objective is None else split_list(objective)
+    limits = Constraints(
+        max_ttft_s=milliseconds("--max-ttft-ms", max_ttft_ms),
+        max_tpot_s=milliseconds("--max-tpot-ms", max_tpot_ms),
+        max_power_w=check_positive("--max-w", max_w),
+        min_throughput_tokens_s=check_positive("--min-throughput", min_throughput),
+    )
+    prices = Prices(
+        per_gpu_hour=check_positive("--price-per-gpu-hour", price_per_gpu_hour),
+        per_kwh=check_positive("--price-per-kwh", price_per_kwh),
+        pue=pue,
+        carbon_g_per_kwh=check_positive("--carbon-g-per-kwh", carbon_g_per_kwh),
+    )
     result = api.explore(
         spec,
         gpus=parse_integers("--gpus", gpus),
@@ -152,15 +166,15 @@ def explore(
         ep=parse_integers("--ep", ep) if ep else None,
         dp=parse_integers("--dp", dp) if dp else None,
         pp=parse_integers("--pp", pp) if pp else None,
-        max_ttft_s=milliseconds("--max-ttft-ms", max_ttft_ms),
-        max_tpot_s=milliseconds("--max-tpot-ms", max_tpot_ms),
-        max_power_w=check_positive("--max-w", max_w),
-        min_throughput_tokens_s=check_positive("--min-throughput", min_throughput),
-        objectives=None if objective is None else split_list(objective),
-        price_per_gpu_hour=check_positive("--price-per-gpu-hour", price_per_gpu_hour),
-        price_per_kwh=check_positive("--price-per-kwh", price_per_kwh),
-        pue=pue,
-        carbon_g_per_kwh=check_positive("--carbon-g-per-kwh", carbon_g_per_kwh),
+        max_ttft_s=limits.max_ttft_s,
+        max_tpot_s=limits.max_tpot_s,
+        max_power_w=limits.max_power_w,
+        min_throughput_tokens_s=limits.min_throughput_tokens_s,
+        objectives=objectives,
+        price_per_gpu_hour=prices.per_gpu_hour,
+        price_per_kwh=prices.per_kwh,
+        pue=prices.pue,
+        carbon_g_per_kwh=prices.carbon_g_per_kwh,
         top=check_least("--top", top),
         contexts=_contexts(prompt_len + gen_len) if html else (),
         disaggregate=disaggregate,
@@ -180,18 +194,28 @@ def explore(
                     spec=catalogue.spec(spec).name,
                     engine=profile.name,
                     pools=[(board.name, count) for board, count in pairs(boards, counts)],
+                    prompt_len=prompt_len,
+                    gen_len=gen_len,
+                    objectives=objectives,
+                    constraints=limits.given(),
+                    prices=prices.given(),
                 )
             )
         raise typer.Exit(fail("infeasible", result.reason, EXIT_INFEASIBLE))
     given = [("--engine", engine)]
     others = (("--routing", routing), ("--power-limit", power_limit), ("--precision", precision))
     given += [(n, str(v)) for n, v in others if v]
-    given += [("--anchor", str(path)) for path in anchor or ()]
     given += [("--bundle", str(path)) for path in bundle or ()]
+    anchored = [
+        (path, {b.device for b in found.boards})
+        for path in anchor or ()
+        if (found := load_anchors([path])) is not None
+    ]
 
     def command(name: str) -> str:
         asked = next(d for d in devices if catalogue.device(d).name == name)
-        words = [w for pair in (("--device", asked), *given) for w in pair]
+        own = [("--anchor", str(path)) for path, devices_of in anchored if devices_of <= {name}]
+        words = [w for pair in (("--device", asked), *given, *own) for w in pair]
         return shlex.join(["energylens", "predict", spec, *words])
 
     if csv is not None:

@@ -17,6 +17,7 @@ from energylens.cli.options import (
     Json,
     Stored,
     Without,
+    check_least,
     check_positive,
     find_engine,
     load_anchors,
@@ -41,7 +42,7 @@ def predict(
         typer.Argument(metavar="SPEC", help="Model by name (`energylens list specs`) or file."),
     ],
     phase: Annotated[str, typer.Option(help="prefill, decode, request, or all.")] = "all",
-    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    batch: Annotated[int, typer.Option(help="Sequences of each replica.")] = 1,
     prompt_len: Annotated[int, typer.Option(help="Prompt tokens of each sequence.")] = 1024,
     gen_len: Annotated[
         int, typer.Option(help="Generated tokens, the one that prefill makes included.")
@@ -131,6 +132,9 @@ def predict(
     from energylens.report import infeasible_document, prediction_document, prediction_table
     from energylens.results import Infeasible
 
+    for name, most in (("--max-batch-tokens", max_batch_tokens), ("--max-num-seqs", max_num_seqs)):
+        if most is not None:
+            check_least(name, most)
     traffic = _traffic(
         rate,
         (prompt_len, gen_len),

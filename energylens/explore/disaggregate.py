@@ -164,8 +164,9 @@ class Disaggregation:
             )
         if search.link is None:
             raise SpecError(
-                f"--disaggregate sends the KV cache over a link, and none is known between "
-                f"{search.gpus} x {search.device.name}; leave it out"
+                "--disaggregate sends the KV cache over a link, and none is known between "
+                f"{search.gpus} x {search.device.name}; leave --disaggregate out, or choose "
+                "devices with a known link"
             )
         self._search, self._chosen, self._table = search, chosen, chosen.table
         self._link = search.link

@@ -32,6 +32,7 @@ from energylens.lower import Lowered, fullest, lower, staged, valid_tp
 from energylens.machine import Machine, StepSums, machine
 from energylens.predict import predict
 from energylens.results import (
+    LIMIT_OPTIONS,
     Anchors,
     ContextPoint,
     Frontier,
@@ -65,6 +66,8 @@ _IN_FLIGHT = (
     "layouts with pp: as many parts of the batch in flight as there are stages, as vLLM schedules "
     "requests that keep coming; it runs a batch that comes at once in fewer parts, and slower"
 )
+
+_ALONE = "nothing is disaggregated: that takes a GPU to prefill and one to decode"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,19 +202,25 @@ def explore(
     )
     table, nearest = search.score()
     if table is None:
-        return Infeasible(reason=search.nothing_runs(nearest), memory=nearest)
+        return Infeasible(
+            reason=search.nothing_runs(nearest), memory=nearest, counts=search.counts()
+        )
     chosen = Choice(
         table=table,
-        objectives=tuple(objectives),
+        objectives=tuple(dict.fromkeys(objectives)),
         constraints=constraints.given(),
         limit=exact,
         prices=prices,
     )
     search.refine(chosen)
-    pairs = Disaggregation(search, chosen).found(search.pool) if disaggregate else Found()
+    pairs = Found()
+    if disaggregate and gpus > 1:
+        pairs = Disaggregation(search, chosen).found(search.pool)
     if not chosen.known and not pairs.configs:
-        return Infeasible(reason=search.nothing_meets(chosen))
-    return search.frontier(chosen, pairs)
+        return Infeasible(reason=search.nothing_meets(chosen), counts=search.counts(chosen, pairs))
+    found = search.frontier(chosen, pairs)
+    alone = (_ALONE,) if disaggregate and gpus == 1 else ()
+    return replace(found, notes=(*found.notes, *alone))
 
 
 def _check(
@@ -297,10 +306,7 @@ class Search:
             held_w = priced.cap_w * (1.0 + _ABOVE_CAP)
             holds = values["total_power_w"] / values["gpus"] <= held_w
             if not holds.all():
-                reason = (
-                    f"{self.device.name} cannot hold {priced.cap_w:.0f} W: {parallelism.layout}"
-                )
-                self.infeasible[f"{reason}; raise --power-limit"] += int((~holds).sum())
+                self.infeasible[priced.cannot_hold] += int((~holds).sum())
             fitting, values = fitting[holds], {name: v[holds] for name, v in values.items()}
             parts += self._replicated(parallelism, fitting, values | self.prices.values(values))
         if not parts:
@@ -453,6 +459,27 @@ class Search:
         """Above-idle power of a board with its links awake; 0 where nobody measured it."""
         return self.machine(Parallelism()).laws.link_w
 
+    def counts(self, chosen: Choice | None = None, pairs: Found | None = None) -> SearchCounts:
+        """What was tried; with the rows of a table, where anything can run, and pairs of them."""
+        pairs = pairs or Found()
+        infeasible, running, filtered = sum(self.infeasible.values()), 0, 0
+        missed: dict[str, int] = {}
+        if chosen is not None:
+            runs = chosen.table.runs
+            running, filtered = int(runs.sum()), int((runs & ~chosen.meets).sum())
+            over = ((chosen.excess > 0) & runs[:, None]).sum(axis=0).tolist()
+            missed = {
+                name: n + pairs.filtered_by.get(name, 0)
+                for name, n in zip(chosen.constraints, over, strict=True)
+            }
+        return SearchCounts(
+            tried=running + infeasible + pairs.tried,
+            infeasible=infeasible,
+            filtered=filtered + pairs.filtered,
+            infeasible_by=MappingProxyType(dict(self.infeasible)),
+            filtered_by=MappingProxyType(missed),
+        )
+
     def nothing_runs(self, nearest: Memory | None) -> str:
         """Why no configuration can run, and what comes closest."""
         reasons = "; ".join(self.infeasible)
@@ -503,13 +530,6 @@ class Search:
         if pairs.configs:
             watts = f"{self.link_w:.0f} W a GPU" if self.link_w else "not known, not counted"
             notes[NOTE.format(efficiency=LINK_EFFICIENCY, watts=watts)] = None
-        excess, constraints = chosen.excess, tuple(chosen.constraints)
-        over = (excess > 0) & chosen.table.runs[:, None]
-        missed = {
-            name: int(over[:, j].sum()) + pairs.filtered_by.get(name, 0)
-            for j, name in enumerate(constraints)
-        }
-        infeasible = sum(self.infeasible.values())
         return Frontier(
             spec=self.spec.name,
             source_id=self.spec.source,
@@ -521,13 +541,7 @@ class Search:
             constraints=MappingProxyType(dict(chosen.constraints)),
             prices=MappingProxyType(self.prices.given()),
             configs=tuple(self._at_contexts(c) for c in configs),
-            counts=SearchCounts(
-                tried=int(chosen.table.runs.sum()) + infeasible + pairs.tried,
-                infeasible=infeasible,
-                filtered=int((chosen.table.runs & ~chosen.meets).sum()) + pairs.filtered,
-                infeasible_by=MappingProxyType(dict(self.infeasible)),
-                filtered_by=MappingProxyType(missed),
-            ),
+            counts=self.counts(chosen, pairs),
             table_error=TABLE_ERROR,
             level=LEVEL,
             source=max((p.source for p in predictions), default=Source.ROOFLINE),
@@ -559,12 +573,7 @@ class Search:
 
 def _missed(constraint: str, value: float, limit: float) -> str:
     """What a configuration misses, in the words and units of the command line."""
-    option, unit, factor = {
-        "max_ttft_s": ("--max-ttft-ms", "ms", 1e3),
-        "max_tpot_s": ("--max-tpot-ms", "ms", 1e3),
-        "max_power_w": ("--max-w", "W", 1.0),
-        "min_throughput_tokens_s": ("--min-throughput", "tokens/s", 1.0),
-    }[constraint]
+    option, unit, factor = LIMIT_OPTIONS[constraint]
     return f"{option} {limit * factor:.4g} with {value * factor:.4g} {unit}"
 
 

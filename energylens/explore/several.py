@@ -46,20 +46,27 @@ def together(found: Mapping[str, Frontier | Infeasible]) -> Frontier | Infeasibl
     if len(found) == 1:
         return next(iter(found.values()))
     if not fronts:
-        return Infeasible(reason="; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
+        return Infeasible(
+            reason="; ".join(f"{name}: {reason}" for name, reason in reasons.items()),
+            counts=_counts(found),
+        )
     first = next(iter(fronts.values()))
     configs = [
         replace(c, id=f"{name.replace(' ', '')}-{c.id}")
         for name, f in fronts.items()
         for c in f.configs
     ]
-    notes = [f"{name}: {note}" for name, f in fronts.items() for note in f.notes]
+    notes = [
+        note if len(own) == len(fronts) else f"{', '.join(own)}: {note}"
+        for note in dict.fromkeys(note for f in fronts.values() for note in f.notes)
+        if (own := [name for name, f in fronts.items() if note in f.notes])
+    ]
     notes += [f"{name} is left out: {reason}" for name, reason in reasons.items()]
     return replace(
         first,
         pools=tuple(pool for f in fronts.values() for pool in f.pools),
         configs=placed(configs, first.objectives),
-        counts=_counts(fronts),
+        counts=_counts(found),
         source=max(f.source for f in fronts.values()),
         bundles=tuple(dict.fromkeys(b for f in fronts.values() for b in f.bundles)),
         anchors=next((f.anchors for f in fronts.values() if f.anchors), None),
@@ -67,20 +74,20 @@ def together(found: Mapping[str, Frontier | Infeasible]) -> Frontier | Infeasibl
     )
 
 
-def _counts(fronts: Mapping[str, Frontier]) -> SearchCounts:
-    counts = [f.counts for f in fronts.values()]
+def _counts(found: Mapping[str, Frontier | Infeasible]) -> SearchCounts:
+    counts = {name: f.counts for name, f in found.items() if f.counts is not None}
     filtered: Counter[str] = Counter()
-    for c in counts:
+    for c in counts.values():
         filtered.update(c.filtered_by)
     return SearchCounts(
-        tried=sum(c.tried for c in counts),
-        infeasible=sum(c.infeasible for c in counts),
-        filtered=sum(c.filtered for c in counts),
+        tried=sum(c.tried for c in counts.values()),
+        infeasible=sum(c.infeasible for c in counts.values()),
+        filtered=sum(c.filtered for c in counts.values()),
         infeasible_by=MappingProxyType(
             {
                 f"{name}: {reason}": n
-                for name, f in fronts.items()
-                for reason, n in f.counts.infeasible_by.items()
+                for name, c in counts.items()
+                for reason, n in c.infeasible_by.items()
             }
         ),
         filtered_by=MappingProxyType(dict(filtered)),

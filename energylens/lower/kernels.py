@@ -144,7 +144,9 @@ def lower(
             reason=f"engine {engine.name} has no attention data parallelism; use tp, or dp=1"
         )
     if redundant_experts:
-        experts = spec.ranks[spec.moe["rank"]] if spec.moe else 0
+        if spec.moe is None:
+            raise SpecError(f"{spec.name} has no experts; leave the redundant ones out")
+        experts = spec.ranks[spec.moe["rank"]]
         if sharding.ep == 1 or not 0 < redundant_experts <= experts:
             raise SpecError(
                 f"{spec.name}: found {redundant_experts} redundant experts with ep={sharding.ep}; "

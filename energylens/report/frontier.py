@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from energylens.anchors import anchors_to_json
 from energylens.report.launch import PredictCommand, command_lines, commands
 from energylens.report.table import bundle_names, digits, memory, quantity, table
-from energylens.results import Frontier, Infeasible, ScoredConfig
+from energylens.results import LIMIT_OPTIONS, Frontier, Infeasible, ScoredConfig, SearchCounts
 from energylens.spec.system import Parallelism
 
 if TYPE_CHECKING:
@@ -58,13 +58,7 @@ def frontier_document(frontier: Frontier, predict_command: PredictCommand) -> di
         "objectives": list(f.objectives),
         "constraints": dict(f.constraints),
         "prices": dict(f.prices),
-        "counts": {
-            "tried": f.counts.tried,
-            "infeasible": f.counts.infeasible,
-            "filtered": f.counts.filtered,
-            "infeasible_by": dict(f.counts.infeasible_by),
-            "filtered_by": dict(f.counts.filtered_by),
-        },
+        "counts": _counts(f.counts),
         "table_error": f.table_error,
         "level": f.level,
         "picks": [
@@ -85,7 +79,16 @@ def frontier_document(frontier: Frontier, predict_command: PredictCommand) -> di
 
 
 def frontier_infeasible_document(
-    infeasible: Infeasible, *, spec: str, engine: str, pools: Sequence[tuple[str, int]]
+    infeasible: Infeasible,
+    *,
+    spec: str,
+    engine: str,
+    pools: Sequence[tuple[str, int]],
+    prompt_len: int,
+    gen_len: int,
+    objectives: Sequence[str],
+    constraints: Mapping[str, float],
+    prices: Mapping[str, float],
 ) -> dict[str, Any]:
     """The ``energylens/frontier/v1`` document of a search that left nothing."""
     return {
@@ -93,11 +96,32 @@ def frontier_infeasible_document(
         "spec": spec,
         "engine": engine,
         **_machines(pools),
+        "prompt_len": prompt_len,
+        "gen_len": gen_len,
         "feasible": False,
         "reason": infeasible.reason,
+        "objectives": list(objectives),
+        "constraints": dict(constraints),
+        "prices": dict(prices),
+        "counts": _counts(infeasible.counts) if infeasible.counts else None,
+        "table_error": None,
+        "level": None,
         "picks": [],
         "configs": [],
+        "source": None,
+        "bundles": [],
+        "anchors": None,
         "notes": [],
+    }
+
+
+def _counts(counts: SearchCounts) -> dict[str, Any]:
+    return {
+        "tried": counts.tried,
+        "infeasible": counts.infeasible,
+        "filtered": counts.filtered,
+        "infeasible_by": dict(counts.infeasible_by),
+        "filtered_by": dict(counts.filtered_by),
     }
 
 
@@ -321,7 +345,8 @@ def count_lines(f: Frontier) -> Iterator[str]:
     for reason, n in sorted(c.infeasible_by.items(), key=lambda item: -item[1]):
         yield f"  {n} cannot run: {reason}"
     for name, n in c.filtered_by.items():
-        yield f"  {n} miss {name} {f.constraints[name]:g}"
+        option, _, factor = LIMIT_OPTIONS[name]
+        yield f"  {n} miss {option} {f.constraints[name] * factor:g}"
 
 
 def layout_name(f: Frontier, config: ScoredConfig) -> str:

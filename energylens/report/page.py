@@ -111,6 +111,7 @@ def _data(f: Frontier, predict_command: PredictCommand) -> dict[str, Any]:
         "configs": {
             "layout": layouts,
             "batch": [c.batch for c in f.configs],
+            "prefills": [c.prefill.batch if c.prefill else None for c in f.configs],
             "values": {n: [_number(c.values.get(n)) for c in f.configs] for n in names},
         },
         "exact": [

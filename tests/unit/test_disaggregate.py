@@ -179,9 +179,12 @@ def test_the_fewest_gpus_that_serve_are_found() -> None:
     assert all(c.values["gpus"] == 8 - c.unused_gpus for c in few)
 
 
-def test_one_gpu_makes_no_pair() -> None:
+def test_one_gpu_makes_no_pair(capsys: pytest.CaptureFixture[str]) -> None:
     f = found(gpus=1, space=SearchSpace(batches=(1, 8)))
     assert all(c.prefill is None for c in f.configs)
+    words = ["explore", "llama3_2_1b", "--gpus", "1,2", "--disaggregate", "--batch", "1"]
+    assert main(words) == 0  # one GPU has no link, and needs none
+    assert "note: 1 x h200: nothing is disaggregated" in capsys.readouterr().out
 
 
 def test_experts_are_disaggregated_too() -> None:
@@ -208,7 +211,7 @@ def test_what_cannot_be_disaggregated_says_why(capsys: pytest.CaptureFixture[str
         search(link=None)
     words = ["explore", "llama3_2_1b", "--gpus", "2", "--device", "a6000", "--disaggregate"]
     assert main(words) == 2
-    assert "none is known between 2 x a6000; leave it out" in capsys.readouterr().err
+    assert "between 2 x a6000; leave --disaggregate out" in capsys.readouterr().err
 
 
 def test_the_verb_shows_both_pools_and_how_to_start_them(

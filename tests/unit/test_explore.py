@@ -28,6 +28,7 @@ from energylens.predict import Catalogue, predict
 from energylens.report.frontier import frontier_plot
 from energylens.report.launch import commands, launch_command
 from energylens.results import Frontier, Infeasible, Prediction
+from energylens.spec.load import data_dir
 from energylens.spec.system import Config, Parallelism, Workload
 
 pytestmark = pytest.mark.usefixtures("no_debug")
@@ -255,13 +256,14 @@ def test_nothing_that_fits_says_how_much_is_missing() -> None:
 def test_a_power_limit_that_cannot_be_held_is_a_reason() -> None:
     result = search(power_limit_w=135.0, space=SearchSpace(batches=(256,), tp=(1,)))
     assert isinstance(result, Infeasible)
-    assert "cannot hold" in result.reason
+    assert result.reason.count("cannot hold") == 1, "layouts with the same reason say it once"
 
 
 def test_a_power_limit_that_few_or_none_can_hold_still_ends_in_an_answer(capsys: Capture) -> None:
     result = search(power_limit_w=135.0, gpus=1, space=SearchSpace(batches=range(1, 65)), exact=2)
     assert isinstance(result, Infeasible)
-    assert "no layout of llama3_8b can run on 1 GPUs: h200 cannot hold 134 W" in result.reason
+    start = "no layout of llama3_8b can run on 1 GPUs: h200 cannot hold a power limit of 135 W: "
+    assert result.reason.startswith(start)
     words = ["explore", "llama3_8b", "--gpus", "1", "--power-limit", "150", "--batch", "1..64"]
     assert main([*words, "--top", "2"]) == 3
     assert "cannot hold" in capsys.readouterr().err
@@ -477,6 +479,7 @@ def test_a_device_that_cannot_is_left_out_and_named() -> None:
         note.startswith("2 x a6000 is left out: llama3_70b does not fit a6000")
         for note in found_both.notes
     )
+    assert len(found_both.notes) == len(set(found_both.notes))
     neither = energylens.explore("llama3_70b", device=["h200", "a6000"], gpus=1, batch=64)
     assert isinstance(neither, Infeasible)
     assert "1 x h200: llama3_70b does not fit h200" in neither.reason
@@ -495,8 +498,18 @@ def test_devices_and_numbers_of_gpus_go_in_pairs(capsys: Capture) -> None:
     assert document["pools"] == [{"device": "a6000", "gpus": n} for n in (1, 2)]
     for pick in document["picks"]:
         assert "--device a6000" in pick["predict"]
+    assert len(document["notes"]) == len(set(document["notes"]))
+    assert not any(note.startswith("1 x a6000, 2 x a6000:") for note in document["notes"])
     assert main([*words, "--device", "h200,a6000", "--gpus", "1,2,4"]) == 2
     assert "--gpus names 3 numbers and --device 2 devices" in capsys.readouterr().err
+    board = str(next((data_dir("calibration") / "anchors").glob("h200-*.json")))
+    both = [*words, "--device", "h200,a6000", "--gpus", "1", "--anchor", board, "--json"]
+    for limit, has in ((["--max-w", "310"], False), (["--max-tpot-ms", "9"], True)):
+        assert main([*both, *limit]) == 0
+        pick = json.loads(capsys.readouterr().out)["picks"][0]
+        assert (board in pick["predict"]) == has, "only a board's own device takes its anchor"
+        assert main(shlex.split(pick["predict"])[1:]) == 0
+        capsys.readouterr()
     assert main([*words, "--device", "h200,h200", "--gpus", "1"]) == 2
     assert "1 x h200 is named 2 times" in capsys.readouterr().err
 
@@ -528,6 +541,31 @@ def test_the_document_holds_every_configuration(capsys: Capture, tmp_path: Path)
         rows = list(csv.DictReader(file))
     assert [row["id"] for row in rows] == list(configs)
     assert [float(row["tpot_s"]) for row in rows] == [c["tpot_s"] for c in configs.values()]
+
+
+def test_a_missed_constraint_is_named_as_it_was_given(capsys: Capture) -> None:
+    assert main([*SMALL, "--max-tpot-ms", "5.2", "--max-w", "1300"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^  \d+ miss --max-tpot-ms 5.2$", out, re.M)
+    assert "max_tpot_s" not in out
+
+
+@pytest.mark.parametrize("missed", [["--max-ttft-ms", "1"], ["--batch", "60000"]])
+def test_a_document_of_nothing_has_every_key(missed: list[str], capsys: Capture) -> None:
+    assert main([*SMALL, "--json"]) == 0
+    keys = list(json.loads(capsys.readouterr().out))
+    assert main([*SMALL, "--price-per-kwh", "0.2", *missed, "--json"]) == 3
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    assert list(document) == keys
+    assert document["reason"] in err
+    assert document["objectives"] == ["energy_per_token", "tpot"]
+    assert document["prices"] == {"per_kwh": 0.2}
+    counts, fitting = document["counts"], missed[0] == "--max-ttft-ms"
+    assert document["constraints"] == ({"max_ttft_s": 0.001} if fitting else {})
+    assert counts["tried"] == counts["filtered"] + counts["infeasible"] == (15 if fitting else 3)
+    assert counts["filtered_by"] == ({"max_ttft_s": 15} if fitting else {})
+    assert sum(counts["infeasible_by"].values()) == counts["infeasible"] == (0 if fitting else 3)
 
 
 def test_prices_reach_the_table_and_the_files(capsys: Capture, tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ def test_experts_held_twice_take_room() -> None:
     ],
 )
 def test_experts_that_cannot_be_held_twice_are_refused(model, degrees, copies) -> None:
-    with pytest.raises(SpecError, match="redundant experts"):
+    with pytest.raises(SpecError, match="redundant"):
         lower(load_spec(model), VLLM, Parallelism(**degrees), redundant_experts=copies)
 
 

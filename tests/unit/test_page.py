@@ -361,6 +361,24 @@ def test_other_objectives_and_single_tokens_have_a_page_too(tmp_path: Path) -> N
         assert page.complaints == []
 
 
+@browser
+def test_pairs_that_differ_in_the_prefill_batch_can_be_told_apart(tmp_path: Path) -> None:
+    objectives = ["energy_per_request", "ttft", "tpot"]
+    f = search(batch=(1, 2, 4, 64), objectives=objectives, disaggregate=True, contexts=(), top=30)
+    file = tmp_path / "pairs.html"
+    file.write_text(frontier_page(f, command), encoding="utf-8")
+    with Page(tmp_path / "profile") as page:
+        page.open(file)
+        buttons = "[...document.querySelectorAll('#front tbody button')]"
+        names = page.run(f"{buttons}.map((button) => button.innerText)")
+        shown = [c for c in f.front if c.exact]
+        assert len(names) == len(set(names)) == len(shown)
+        for name, c in zip(names, shown, strict=True):
+            batch = f"{c.prefill.batch}/{c.batch}" if c.prefill else f"{c.batch}"
+            assert name.endswith(f", batch {batch}")
+        assert page.complaints == []
+
+
 # ---------------------------------------------------------------- the verb
 
 

@@ -6,7 +6,7 @@
   const fields = new Map(data.fields.map((field) => [field.name, field]));
   const exact = new Map(data.exact.map((e) => [e.index, e]));
   const column = data.configs.values;
-  const configs = data.configs.batch.map((batch, i) => ({ i, batch, layout: data.configs.layout[i] }));
+  const configs = data.configs.batch.map((batch, i) => ({ i, batch, prefills: data.configs.prefills[i], layout: data.configs.layout[i] }));
   const value = (c, name) => column[name][c.i];
   const known = (c, name) => value(c, name) !== null && value(c, name) !== undefined;
 
@@ -29,7 +29,7 @@
     return ends && ends[0] < ends[1] ? `${quantity(ends[0], fields.get(name).unit)} … ${quantity(ends[1], fields.get(name).unit)}` : null;
   };
   const nameOf = (objective) => fields.get(data.objectives.find((o) => o.name === objective).value).label;
-  const title = (c) => `${data.layouts[c.layout]}, batch ${c.batch}`;
+  const title = (c) => `${data.layouts[c.layout]}, batch ${c.prefills === null ? "" : `${c.prefills}/`}${c.batch}`;
   const make = (tag, attributes = {}, ...children) => {
     const node = document.createElement(tag);
     for (const [name, text] of Object.entries(attributes)) node.setAttribute(name, text);

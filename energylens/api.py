@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from energylens.anchors import load_anchors
@@ -71,6 +72,7 @@ def setting(
     anchors: Anchors | Named | Sequence[Named] | None = None,
     bundles: Sequence[Named] = (),
     catalogue: Catalogue | None = None,
+    precision: Mapping[str, str] | None = None,
 ) -> Setting:
     """What the names stand for.
 
@@ -81,6 +83,8 @@ def setting(
         anchors: of the boards and their host; files or the value.
         bundles: calibration files to use instead of the shipped ones.
         catalogue: where names are looked up, a fresh one by default; its bundles are used.
+        precision: data types to store ``weights`` or ``kv_cache`` in, instead of the spec's; what
+            an entry of the spec says of its own weights stays.
 
     Raises:
         SpecError: a name is unknown, or anchors are of another device.
@@ -90,8 +94,9 @@ def setting(
     profile = engine if isinstance(engine, Engine) else known.engine(str(engine))
     given = _anchors(anchors)
     _check_device(given, board)
+    model = spec if isinstance(spec, Spec) else known.spec(str(spec))
     return Setting(
-        spec=spec if isinstance(spec, Spec) else known.spec(str(spec)),
+        spec=replace(model, precision=replace(model.precision, **(precision or {}))),
         engine=profile,
         device=board,
         bundles=known.bundles(board, profile),
@@ -148,6 +153,8 @@ def predict(
     routing: str | None = None,
     redundant_experts: int = 0,
     microbatches: int | None = None,
+    max_num_seqs: int | None = None,
+    precision: Mapping[str, str] | None = None,
     without: Iterable[str] = (),
     anchors: Anchors | Named | Sequence[Named] | None = None,
     bundles: Sequence[Named] = (),
@@ -176,6 +183,8 @@ def predict(
         redundant_experts: experts that are held twice.
         microbatches: parts of the batch in the stages of a pipeline at a time; by default one for
             each step of the prefill, ``pp`` at most.
+        max_num_seqs: most sequences that the engine is set to run at a time, its own by default.
+        precision: what weights or KV cache are stored in, as for `setting`.
         without: composition laws to leave out.
         anchors: of the boards and their host, as for `setting`.
         bundles: calibration files, as for `setting`.
@@ -188,7 +197,13 @@ def predict(
         SpecError: an argument is wrong.
     """
     s = setting(
-        spec, device=device, engine=engine, anchors=anchors, bundles=bundles, catalogue=catalogue
+        spec,
+        device=device,
+        engine=engine,
+        anchors=anchors,
+        bundles=bundles,
+        catalogue=catalogue,
+        precision=precision,
     )
     degrees = parallelism(gpus=gpus, tp=tp, ep=ep, pp=pp, dp=dp, replicas=replicas)
     return _predict(
@@ -202,6 +217,7 @@ def predict(
             routing=routing,
             redundant_experts=redundant_experts,
             microbatches=microbatches,
+            max_sequences=max_num_seqs,
         ),
         workload=Workload(
             batch=batch, prompt_len=prompt_len, gen_len=gen_len, context_len=context_len
@@ -239,6 +255,7 @@ def explore(
     top: int = 20,
     contexts: Iterable[int] = (),
     disaggregate: bool = False,
+    precision: Mapping[str, str] | None = None,
     power_limit_w: float | None = None,
     routing: str | None = None,
     anchors: Anchors | Named | Sequence[Named] | None = None,
@@ -273,6 +290,7 @@ def explore(
         top: most configurations to predict exactly, of each kind of device.
         contexts: at which a decode step of the exactly predicted part of the front is priced, too.
         disaggregate: try prefill and decode on GPUs of their own, too.
+        precision: what weights or KV cache are stored in, as for `setting`.
         power_limit_w: of each board, the calibration's by default.
         routing: how tokens choose experts, the spec's own way by default.
         anchors: of the boards and their host, as for `setting`.
@@ -305,6 +323,7 @@ def explore(
             engine=engine,
             anchors=given if len(boards) == 1 else _of_device(given, board),
             catalogue=known,
+            precision=precision,
         )
         linked = next((n for n in range(count, 0, -1) if s.link(n) is not None), None)
         result = search(
@@ -349,6 +368,8 @@ def explore(
                 "and layouts of more are priced too well"
             )
             result = replace(result, notes=(*result.notes, note))
+        if isinstance(result, Frontier):
+            result = replace(result, precision=MappingProxyType(dict(precision or {})))
         found[f"{count} x {board.name}"] = result
     return together(found)
 
@@ -439,6 +460,7 @@ def validate(
     by: Sequence[str] = (),
     ignore_anchors: bool = False,
     without: Iterable[str] = (),
+    max_num_seqs: int | None = None,
     anchors: Anchors | Named | Sequence[Named] | None = None,
     bundles: Sequence[Named] = (),
     catalogue: Catalogue | None = None,
@@ -450,6 +472,8 @@ def validate(
         by: fields that make groups.
         ignore_anchors: predict all rows for a typical board.
         without: composition laws to leave out.
+        max_num_seqs: limit that rows of engines that serve were measured with, the engine's own by
+            default.
         anchors: of the rows that hold none of their own.
         bundles: calibration files, as for `setting`.
         catalogue: where names are looked up, as for `setting`.
@@ -472,7 +496,9 @@ def validate(
         _check_device(given, device)
 
     def predicting(laws: frozenset[str]) -> Predict:
-        return lambda m, own: predict_measurement(m, anchors=own, without=laws, catalogue=known)
+        return lambda m, own: predict_measurement(
+            m, anchors=own, without=laws, catalogue=known, max_sequences=max_num_seqs
+        )
 
     return compare(
         [_with_anchors(m, given) for m in rows],

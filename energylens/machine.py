@@ -13,7 +13,7 @@ from energylens.cost.board import Board, Spread, board, typical_boards
 from energylens.cost.bundle import Bundle, HostLaw, Laws
 from energylens.cost.features import StepShape, step_shape
 from energylens.cost.model import CostModelSet, Key
-from energylens.graph import Op
+from energylens.graph import SPLIT_TOKENS, Op
 from energylens.lower import Experts, Lowered
 from energylens.lower.kernels import Item
 from energylens.pipeline import Waiting
@@ -65,7 +65,8 @@ class Machine:
 
     ``boards`` are those of all pipeline ``stages``, one after the other. ``limit_w`` is the power
     limit of each, of which its governor holds ``cap_w`` in the mean; ``limit_change`` is by how
-    much of the calibration's limit it differs.
+    much of the calibration's limit it differs. Steps of an engine that serves are captured up to
+    ``captured_tokens`` new tokens.
     """
 
     device: Device
@@ -78,6 +79,7 @@ class Machine:
     limit_change: float
     host: HostLaw | None
     host_anchor: HostAnchor | None
+    captured_tokens: int = SPLIT_TOKENS
     stages: int = 1
 
     @property
@@ -272,7 +274,7 @@ class Machine:
 
         The first stage's has the forming of the step in it; the others launch their layers only.
         """
-        law = self.host
+        law, shape = self.host, replace(shape, captured_tokens=self.captured_tokens)
         n = law.nearest(len(self.boards) // self.stages) if law else 0
         serial_s = layers_rel_se = 0.0
         if mode is Mode.SERVING:
@@ -323,6 +325,7 @@ def machine(
     anchors: Anchors | None,
     power_limit_w: float | None = None,
     link: Link | None = None,
+    captured_tokens: int = SPLIT_TOKENS,
     stages: int = 1,
 ) -> Machine:
     """Prices for boards of a device: as anchored, else typical with their spread.
@@ -356,6 +359,7 @@ def machine(
         limit_change=abs(limit / measured_w - 1.0),
         host=bundle.host if bundle else None,
         host_anchor=anchors.host if anchors else None,
+        captured_tokens=captured_tokens,
         stages=stages,
     )
 

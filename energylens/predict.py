@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -53,6 +53,7 @@ from energylens.spec.system import (
     Workload,
     chunked,
 )
+from energylens.units import BITS
 
 _T = TypeVar("_T")
 Array = NDArray[np.float64]
@@ -101,7 +102,7 @@ def predict(
             f"a power limit of {config.power_limit_w:g} W: {device.name} allows up to "
             f"{device.power_limit_w:g} W"
         )
-    engine, parallelism = engine.on(device), config.parallelism
+    engine, parallelism = _set(engine.on(device), config, workload), config.parallelism
     most = min(parallelism.pp, workload.batch)
     if config.microbatches is not None and not 1 <= config.microbatches <= most:
         allowed = f"from 1 to {most}" if most > 1 else "1"
@@ -141,6 +142,7 @@ def predict(
         anchors=anchors,
         power_limit_w=config.power_limit_w,
         link=link,
+        captured_tokens=engine.captured_tokens,
         stages=parallelism.pp,
     )
     run = _Run(stages=stages, machine=priced, config=config, workload=workload, without=without)
@@ -177,7 +179,7 @@ def _notes(
     parallelism: Parallelism,
     priced: Machine,
 ) -> tuple[str, ...]:
-    notes = []
+    notes: list[str] = []
     workers = parallelism.replica_gpus
     if bundle is None:
         notes.append(
@@ -192,15 +194,7 @@ def _notes(
             f"{engine.name} {asked}: limits of {engine.version}, kernels and host times of "
             f"{measured or 'no version'}"
         )
-    boards = len(anchors.boards) if anchors else 0
-    if boards and bundle is None:
-        notes.append("anchors need a calibration to stand on; ignored")
-    elif boards > workers:
-        notes.append(f"{boards} anchors given for {workers} workers: the first {workers} were used")
-    elif 0 < boards < workers:
-        notes.append(f"{boards} anchors given for {workers} workers: the others are typical boards")
-    if boards and bundle and parallelism.replicas > 1:
-        notes.append("every replica is predicted on the boards of the first")
+    notes += _anchor_notes(bundle, anchors, parallelism)
     if spec.overlap:
         notes.append("overlap of the spec is not priced: collectives and compute take turns")
     if parallelism.pp > 1:
@@ -217,17 +211,34 @@ def _notes(
         )
     limit = bundle.power_limit_w if bundle else device.power_limit_w
     notes += spec.notes
-    narrow = {spec.stored(e) for b in spec.blocks for e in b.cascade}
-    if bundle is not None and (unknown := sorted(narrow - bundle.dtypes)):
-        notes.append(
-            f"no kernel was calibrated with weights in {' or '.join(unknown)}: priced by those in "
-            "16 bits, and what the datasheet says of bytes and arithmetic"
-        )
+    weights = {spec.stored(e) for b in spec.blocks for e in b.cascade}
+    for what, stored in (("weights", weights), ("a KV cache", {spec.precision.kv_cache})):
+        if bundle is not None and (unknown := sorted(stored - bundle.dtypes)):
+            notes.append(
+                f"no kernel was calibrated with {what} in {' or '.join(unknown)}: priced by those "
+                "in 16 bits, and what the datasheet says of bytes and arithmetic"
+            )
     if priced.limit_change:
         notes.append(
             f"measured at a power limit of {limit:.0f} W: other limits follow the common-clock law"
         )
     return tuple(notes)
+
+
+def _anchor_notes(
+    bundle: Bundle | None, anchors: Anchors | None, parallelism: Parallelism
+) -> Iterator[str]:
+    """What is to be known of the boards that were given."""
+    workers = parallelism.replica_gpus
+    boards = len(anchors.boards) if anchors else 0
+    if boards and bundle is None:
+        yield "anchors need a calibration to stand on; ignored"
+    elif boards > workers:
+        yield f"{boards} anchors given for {workers} workers: the first {workers} were used"
+    elif 0 < boards < workers:
+        yield f"{boards} anchors given for {workers} workers: the others are typical boards"
+    if boards and bundle and parallelism.replicas > 1:
+        yield "every replica is predicted on the boards of the first"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -488,8 +499,28 @@ def _link(device: Device, gpus: int) -> Link | None:
     return best.link if best else None
 
 
+def _set(engine: Engine, config: Config, workload: Workload) -> Engine:
+    """The engine with the limit that the configuration sets."""
+    most = config.max_sequences
+    if most is None:
+        return engine
+    if engine.serving is None:
+        raise SpecError(f"engine {engine.name} has no limit of sequences; leave --max-num-seqs out")
+    if workload.batch > most:
+        raise SpecError(
+            f"a batch of {workload.batch} is above --max-num-seqs {most}; raise it, or lower "
+            "--batch"
+        )
+    return replace(engine, serving=engine.serving.limited(max_sequences=most))
+
+
 def predict_measurement(
-    m: Measurement, *, anchors: Anchors | None, without: frozenset[str], catalogue: Catalogue
+    m: Measurement,
+    *,
+    anchors: Anchors | None,
+    without: frozenset[str],
+    catalogue: Catalogue,
+    max_sequences: int | None = None,
 ) -> Prediction | Infeasible | str:
     """The prediction that stands beside a measured row, or why there is none.
 
@@ -498,6 +529,8 @@ def predict_measurement(
         anchors: of the row's boards, or None for typical ones.
         without: composition laws to leave out.
         catalogue: where names are looked up.
+        max_sequences: what rows of engines that serve were measured with, the engine's own by
+            default.
 
     Raises:
         CalibrationError: a bundle is damaged.
@@ -509,8 +542,10 @@ def predict_measurement(
             catalogue.device(m.device),
         )
         phase = Phase(m.phase)
-        if m.precision != spec.precision.weights:
-            return f"the spec {spec.name} is {spec.precision.weights}, the row {m.precision}"
+        if m.precision is not None:
+            if m.precision not in BITS:
+                return f"unknown precision {m.precision!r}; known: {', '.join(BITS)}"
+            spec = replace(spec, precision=replace(spec.precision, weights=m.precision))
         if phase is Phase.REQUEST and m.gen_len is None:
             return "a request needs gen_len, and the row has none"
         both = (Phase.PREFILL, Phase.DECODE) if phase is Phase.REQUEST else (phase,)
@@ -525,6 +560,7 @@ def predict_measurement(
                 parallelism=m.parallelism,
                 modes=MappingProxyType(modes),
                 power_limit_w=m.power_limit_w,
+                max_sequences=max_sequences if engine.serving else None,
             ),
             workload=Workload(
                 batch=m.batch,

@@ -434,6 +434,7 @@ class Measurement:
     """One measured row (of a truth CSV or a profile): what ran, and what it took.
 
     Attributes:
+        precision: that the weights are stored in, the spec's own by default.
         prefill_mode: of a request whose prefill is launched in another mode than its decode steps.
         latency_noise, energy_noise: half widths of the 95 % intervals of what was measured,
             relative to it; None where unknown.
@@ -455,7 +456,7 @@ class Measurement:
     energy_j: float | None = None
     parallelism: Parallelism = Parallelism()
     engine_version: str = ""
-    precision: str = "bf16"
+    precision: str | None = None
     regime: str = "device"
     power_limit_w: float | None = None
     anchors: Anchors | None = None
@@ -605,6 +606,7 @@ class Frontier:
         table_error: relative error of the values that are not exact, at most as far as was seen.
         level: of the intervals; source: weakest of the exact predictions.
         power_limit_w: of each board, where it was asked for.
+        precision: what ``weights`` or ``kv_cache`` are stored in, where it is not the spec's.
     """
 
     spec: str
@@ -625,6 +627,7 @@ class Frontier:
     anchors: Anchors | None
     notes: tuple[str, ...] = ()
     power_limit_w: float | None = None
+    precision: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def front(self) -> tuple[ScoredConfig, ...]:

@@ -357,7 +357,7 @@ def _measurement(cells: _Cells) -> Measurement:
         engine=cells.text("engine"),
         engine_version=cells.text("engine_version", ""),
         spec=cells.text("spec"),
-        precision=cells.text("precision", "bf16"),
+        precision=cells.text("precision", "") or None,
         phase=cells.choice("phase", list(Phase)),
         mode=cells.choice("mode", list(Mode)),
         batch=cells.count("batch"),

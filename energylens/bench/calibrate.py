@@ -176,6 +176,8 @@ def run(
 def _check(request: _Request) -> None:
     if request.device is not None:
         load_device(request.device)
+    if request.plan is not None and not request.plan.is_file():
+        raise SpecError(f"--plan: {request.plan} is no file; give a plan file")
     for spec in request.specs:
         allowed = valid_tp(spec)
         if not set(request.tps) & set(allowed):

@@ -31,10 +31,16 @@ def calibrate(
     plan: Annotated[Path | None, typer.Option(help="Plan file instead of --for.")] = None,
     provider: Annotated[str, typer.Option(help="Whose kernels to measure.")] = "torch",
     minutes: Annotated[
-        float | None, typer.Option(help="Time to spend [until all is measured].")
+        float | None,
+        typer.Option(
+            help="Time to spend [5 with --for, longer with slow sensors; else till all is done]."
+        ),
     ] = None,
     anchor: Annotated[
-        bool, typer.Option("--anchor", help="Only fit the boards and the host: 20 s a board.")
+        bool,
+        typer.Option(
+            "--anchor", help="Only the boards and the host: 20 s a board, 3 min on a Jetson."
+        ),
     ] = False,
     out: Annotated[Path, typer.Option(help="Folder for samples, bundle and anchors.")] = Path(
         "calibration"

@@ -13,12 +13,14 @@ from energylens.cli.options import (
     Bundles,
     Engine,
     Json,
+    Stored,
     check_least,
     check_positive,
     find_engine,
     load_anchors,
     milliseconds,
     parse_integers,
+    parse_precision,
     split_list,
 )
 from energylens.cli.output import EXIT_INFEASIBLE, check_output, fail, show
@@ -101,6 +103,7 @@ def explore(
     top: Annotated[
         int, typer.Option(help="Most configurations to predict exactly, and to show.")
     ] = 20,
+    precision: Stored = None,
     anchor: AnchorFiles = None,
     bundle: Bundles = None,
     csv: Annotated[Path | None, typer.Option(help="File for all configurations.")] = None,
@@ -175,6 +178,7 @@ def explore(
         top=check_least("--top", top),
         contexts=_contexts(prompt_len + gen_len) if html else (),
         disaggregate=disaggregate,
+        precision=parse_precision(precision),
         power_limit_w=check_positive("--power-limit", power_limit),
         routing=routing,
         anchors=load_anchors(anchor),
@@ -199,7 +203,8 @@ def explore(
             )
         raise typer.Exit(fail("infeasible", result.reason, EXIT_INFEASIBLE))
     given = [("--engine", engine)]
-    given += [(n, str(v)) for n, v in (("--routing", routing), ("--power-limit", power_limit)) if v]
+    others = (("--routing", routing), ("--power-limit", power_limit), ("--precision", precision))
+    given += [(n, str(v)) for n, v in others if v]
     given += [("--bundle", str(path)) for path in bundle or ()]
     anchored = [
         (path, {b.device for b in found.boards})

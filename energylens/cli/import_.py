@@ -34,10 +34,9 @@ def import_spec(
         show(text.rstrip())
     else:
         write_atomically(out, text)
-    layers = sum(b.repeat for b in spec.blocks if b.repeat > 1)
     sys.stderr.write(
-        f"energylens: {spec.name}: {parameters(spec) / 1e9:.4g} B parameters, {layers} layers, "
-        f"{spec.precision.weights}; energylens predict {out or 'FILE'}\n"
+        f"energylens: {spec.name}: {parameters(spec) / 1e9:.4g} B parameters, "
+        f"{spec.layers} layers, {spec.precision.weights}; energylens predict {out or 'FILE'}\n"
     )
 
 

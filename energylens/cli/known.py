@@ -50,8 +50,7 @@ def _describe(catalogue: Catalogue, kind: str, name: str) -> str:
 
     if kind == "specs":
         spec = catalogue.spec(name)
-        layers = sum(b.repeat for b in spec.blocks if b.repeat > 1)
-        size = f"{parameters(spec) / 1e9:.3g} B parameters, {layers} layers"
+        size = f"{parameters(spec) / 1e9:.3g} B parameters, {spec.layers} layers"
         return f"{size}, {spec.precision.weights}; {spec.source}"
     if kind == "devices":
         d = catalogue.device(name)

@@ -11,6 +11,7 @@ import typer
 
 from energylens.errors import SpecError
 from energylens.spec.system import Mode, Phase
+from energylens.units import BITS
 
 if TYPE_CHECKING:
     from energylens.predict import Catalogue
@@ -49,6 +50,16 @@ Bundles = Annotated[
 AnchorFiles = Annotated[
     list[Path] | None,
     typer.Option("--anchor", help="Anchor file of the boards or the host; repeatable."),
+]
+
+
+Stored = Annotated[
+    str | None,
+    typer.Option(
+        "--precision",
+        help="Store the model otherwise: weights=fp8, kv_cache=fp8, or both joined by a comma "
+        "[the spec's].",
+    ),
 ]
 
 
@@ -117,6 +128,20 @@ def parse_integers(option: str, text: str) -> tuple[int, ...]:
     if not found:
         raise SpecError(f"{option}: {text!r} names no number; give e.g. 1,2,4 or 1..256")
     return tuple(dict.fromkeys(found))
+
+
+def parse_precision(text: str | None) -> dict[str, str]:
+    """What ``--precision`` names: ``weights`` or ``kv_cache`` -> data type."""
+    found = {}
+    for part in split_list(text):
+        role, equals, dtype = part.partition("=")
+        if not equals or role not in ("weights", "kv_cache"):
+            raise SpecError(
+                f"--precision: {part!r} found, and must be weights=TYPE or kv_cache=TYPE, e.g. "
+                "weights=fp8"
+            )
+        found[role] = parse_choice(f"--precision {role}", dtype, {name: name for name in BITS})
+    return found
 
 
 def parse_laws(text: str | None) -> frozenset[str]:

@@ -15,6 +15,7 @@ from energylens.cli.options import (
     Device,
     Engine,
     Json,
+    Stored,
     Without,
     check_least,
     check_positive,
@@ -23,6 +24,7 @@ from energylens.cli.options import (
     parse_choice,
     parse_laws,
     parse_modes,
+    parse_precision,
     split_list,
 )
 from energylens.cli.output import EXIT_INFEASIBLE, fail, show
@@ -108,12 +110,17 @@ def predict(
         int | None, typer.Option(help="Most new tokens of a step [the engine's own].")
     ] = None,
     max_num_seqs: Annotated[
-        int | None, typer.Option(help="Most sequences that run at a time [the engine's own].")
+        int | None,
+        typer.Option(
+            help="Most sequences that run at a time [the engine's own]; vLLM captures steps of "
+            "twice as many tokens."
+        ),
     ] = None,
     steady_state: Annotated[
         bool,
         typer.Option("--steady-state", help="Refuse a rate that the service does not sustain."),
     ] = False,
+    precision: Stored = None,
     anchor: AnchorFiles = None,
     bundle: Bundles = None,
     without: Without = None,
@@ -137,7 +144,6 @@ def predict(
             "--duration": check_positive("--duration", duration),
             "--seed": seed,
             "--max-batch-tokens": max_batch_tokens,
-            "--max-num-seqs": max_num_seqs,
             "--steady-state": steady_state or None,
         },
         {
@@ -157,6 +163,7 @@ def predict(
         engine=find_engine(catalogue, engine, f"energylens predict {spec}"),
         anchors=load_anchors(anchor),
         catalogue=catalogue,
+        precision=parse_precision(precision),
     )
     watts = check_positive("--power-limit", power_limit)
     if traffic is not None:
@@ -189,6 +196,7 @@ def predict(
         routing=routing,
         redundant_experts=redundant_experts,
         microbatches=microbatches,
+        max_num_seqs=max_num_seqs,
         without=parse_laws(without),
         anchors=named.anchors,
         catalogue=catalogue,

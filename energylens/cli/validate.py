@@ -33,6 +33,10 @@ def validate(
     ignore_anchors: Annotated[
         bool, typer.Option("--ignore-anchors", help="Predict all rows as a typical board.")
     ] = False,
+    max_num_seqs: Annotated[
+        int | None,
+        typer.Option(help="Limit of sequences that vLLM's rows were measured with [its own]."),
+    ] = None,
     anchor: AnchorFiles = None,
     bundle: Bundles = None,
     without: Without = None,
@@ -60,6 +64,7 @@ def validate(
             "--anchor": anchor,
             "--bundle": bundle,
             "--without": without,
+            "--max-num-seqs": max_num_seqs,
             "--report": report,
             "--plot": plot,
         }
@@ -88,6 +93,7 @@ def validate(
         by=split_list(by),
         ignore_anchors=ignore_anchors,
         without=parse_laws(without),
+        max_num_seqs=max_num_seqs,
         anchors=load_anchors(anchor),
         bundles=bundle or (),
     )

@@ -161,17 +161,19 @@ class StepShape:
     Attributes:
         sequences, tokens: served, and new tokens of all of them.
         layers, expert_layers: of the model, and those of them that have experts.
+        captured_tokens: of the largest step that the engine captures; vLLM's own by default.
     """
 
     sequences: float
     tokens: float
     layers: int
     expert_layers: int = 0
+    captured_tokens: int = SPLIT_TOKENS
 
     @property
     def is_captured(self) -> bool:
         """Whether the step is small enough to be launched as captured graphs."""
-        return self.tokens <= SPLIT_TOKENS
+        return self.tokens <= self.captured_tokens
 
 
 def step_shape(ops: Sequence[Op]) -> StepShape:

@@ -44,8 +44,7 @@ class AbstractCostModel(abc.ABC):
         """Cost of one execution of each op, in order: at the maximum clock, energy above idle.
 
         Never fails for a known kernel: what was not calibrated comes back with a weaker `Source`
-            and a wider
-        standard error.
+        and a wider standard error.
         """
 
 

@@ -349,6 +349,7 @@ class Search:
             anchors=self.anchors,
             power_limit_w=self.config.power_limit_w,
             link=self.link,
+            captured_tokens=self.engine.captured_tokens,
             stages=parallelism.pp,
         )
 
@@ -450,7 +451,7 @@ class Search:
             device=self.device.name,
             gpus=self.gpus,
             batch_tokens=serving.offline_batch_tokens if serving else None,
-            captured_tokens=max(serving.capture_sizes) if serving else None,
+            captured_tokens=self.engine.captured_tokens or None,
         )
 
     @property

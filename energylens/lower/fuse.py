@@ -56,7 +56,7 @@ def engine_op(
         if key not in KERNELS or not KERNELS[key].is_collective:
             raise SpecError(
                 f"engine {engine.name} has no kernel for {key!r} (entry {name!r}); it has "
-                f"{', '.join(sorted(engine.kernels))}"
+                f"{', '.join(sorted(engine.kernels))}; take another engine"
             )
         kernel = Kernel(kernel=key, launches=1)
     dims = kernel_type(kernel.kernel).dims

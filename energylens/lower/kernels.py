@@ -632,7 +632,12 @@ class _Lowering:
         if any(i.name == name and i.count == block.repeat for i in before):
             name = f"{block.name}_{name}"  # see `step_shape`: a step is known by its attention
         scores = group.members[0]
-        if _weights(scores) and block.window is None:
+        if _weights(scores):
+            if block.window is not None:
+                raise UnsupportedError(
+                    f"{self._spec.name}: there is no kernel for latent attention with a window "
+                    f"({group.name!r}); remove `window`"
+                )
             sizes = self._sharding.sizes(split)
             return latent_attention(self._spec, group, block, sizes, name)
         einsum = scores.einsum

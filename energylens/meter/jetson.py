@@ -51,6 +51,7 @@ LEAST_WINDOW_S = 30.0
 UNTRIED = "the Jetson meter was tested on replayed sensors, not run on hardware"
 """Said wherever its results are shown."""
 
+_FIRST_FRAME_S = 10.0
 _MAX_FAILURES = 10
 _IDLE, _OVER_CURRENT, _GOVERNOR = 0x1, 0x80, 1 << 24  # see `CLOCK_EVENT_REASONS`
 _NO_COUNTER = "Jetson modules have no energy counter; power is integrated"
@@ -116,9 +117,9 @@ class JetsonRecorder(AbstractRecorder):
         self._source.open()
         self._thread = threading.Thread(target=self._run, name="energylens-meter", daemon=True)
         self._thread.start()
-        if not self._ready.wait(timeout=10):
-            self._stop.set()
-            raise MeterError(f"{self._source.name} did not answer within 10 s")
+        if not self._ready.wait(timeout=_FIRST_FRAME_S):
+            self.stop()
+            raise MeterError(f"{self._source.name} did not answer within {_FIRST_FRAME_S:g} s")
 
     def stop(self) -> None:
         """Stop the thread after the frame that it waits for."""

@@ -6,7 +6,8 @@ was *launched* (it may run after the step's end), and to the op kind that is mar
 launch. A mark is a ``record_function`` named ``energylens::`` and a phase (one such span is one
 step) or a kind. The replay of a CUDA graph has no marks: its kernels are those of a marked eager
 step of the same trace, if there is one with the same kernels in the same order. Else, and where no
-kinds are marked at all, the kernel's name decides. Other launches without a mark are overhead.
+kinds are marked at all, the kernel's name decides, and always where it names a collective, which
+other ops launch. Other launches without a mark are sampling by their name, or overhead.
 
 Times are those of the kernels, from a short pass: no energy is taken from it, and a board that has
 rested does not reach its power limit meanwhile. So compare with a prediction without `LAWS_OFF`.
@@ -332,7 +333,11 @@ def _kinds(
         if _REPLAY in launch.name:
             replays[kernel.link].append((kernel.ts, i))
         else:
-            kinds[i] = marks.get(kernel.link, Kind.OVERHEAD)
+            named, mark = kind_of(kernel.name), marks.get(kernel.link)
+            if named is Kind.COLLECTIVE or (mark is None and named is Kind.SAMPLING):
+                kinds[i] = named
+            else:
+                kinds[i] = mark or Kind.OVERHEAD
             eager.append((launch.ts, i))
     order = [i for _, i in sorted(eager)]
     names = [kernels[i].name for i in order]

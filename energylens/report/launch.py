@@ -111,7 +111,14 @@ def launch_command(f: Frontier, config: ScoredConfig) -> str | None:
     if pool.batch_tokens:
         options.append(f"--max-num-batched-tokens {pool.batch_tokens}")
     options.append(f"--max-model-len {f.prompt_len + f.gen_len}")
+    options += _stored(f)
     return f"vllm serve {_model(f)} {' '.join(options)}"
+
+
+def _stored(f: Frontier) -> list[str]:
+    """Options of vLLM and SGLang for what is not stored as the checkpoint is."""
+    names = {"weights": "--quantization", "kv_cache": "--kv-cache-dtype"}
+    return [f"{names[role]} {dtype}" for role, dtype in f.precision.items()]
 
 
 def _power_limit(limit_w: float) -> str:
@@ -139,13 +146,14 @@ def _sglang(f: Frontier, config: ScoredConfig) -> str:
     if pool.batch_tokens:
         options.append(f"--chunked-prefill-size {pool.batch_tokens}")
     options.append(f"--context-length {f.prompt_len + f.gen_len}")
+    options += _stored(f)
     return f"python -m sglang.launch_server --model-path {_model(f)} {' '.join(options)}"
 
 
 def _trtllm(f: Frontier, config: ScoredConfig) -> str | None:
     """TensorRT-LLM's attention is data parallel over all workers of a stage, or over none."""
     p, pool = config.parallelism, config.pool
-    if p.dp not in (1, p.workers):
+    if p.dp not in (1, p.workers) or f.precision:  # it serves what the checkpoint was made into
         return None
     options = [f"--tp_size {p.workers}"]
     if p.ep > 1:
@@ -181,9 +189,9 @@ def _bench(f: Frontier, config: ScoredConfig) -> str:
 
 
 def _profile(f: Frontier, config: ScoredConfig) -> str | None:
-    """One replica on this machine's GPUs, with their energy; attention is not data parallel."""
+    """One replica on this machine's GPUs, with their energy; as the checkpoint is stored."""
     p = config.parallelism
-    if p.dp > 1:
+    if p.dp > 1 or f.precision:
         return None
     degrees = "".join(
         f" --{name} {n}" for name in ("tp", "ep", "pp") if (n := getattr(p, name)) > 1

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from energylens.cost.bundle import Bundle, select
-from energylens.errors import OutOfRangeError, SpecError
+from energylens.errors import SpecError
 from energylens.lower import Lowered, cache_bytes, lower, memory
 from energylens.machine import StepSums, machine
 from energylens.predict import predict
@@ -181,6 +181,7 @@ class _Service:
             anchors=self.anchors,
             power_limit_w=self.config.power_limit_w,
             link=self.link,
+            captured_tokens=self.engine.captured_tokens,
         )
 
         sums = StepSums(priced.model)
@@ -237,35 +238,15 @@ def kv_tokens(lowered: Lowered, device: Device, longest: int) -> int:
 
 
 def _limited(engine: Engine, limits: Limits) -> Serving:
-    """The engine's limits with those that were given; what was not follows as in the engine."""
-    own = engine.serving
-    if own is None:
+    """The engine's limits with those that were given."""
+    if engine.serving is None:
         able = [name for name in list_resources("engines") if load_engine(name).serving]
         raise SpecError(
             f"engine {engine.name} has no `serving` section: it does not form steps out of "
             f"requests; engines that do: {', '.join(able)}"
         )
-    for name in ("batch_tokens", "max_sequences"):
-        value = getattr(limits, name)
-        if value is not None and value < 1:
-            raise OutOfRangeError(f"{name} must be at least 1, not {value}")
-    tokens = limits.batch_tokens or own.batch_tokens
-    sequences = limits.max_sequences or min(own.max_sequences, tokens)
-    if sequences > tokens:
-        raise OutOfRangeError(
-            f"max_sequences={sequences} is above batch_tokens={tokens}: a step holds a token of "
-            f"each sequence; lower --max-num-seqs or raise --max-batch-tokens"
-        )
-    # vLLM captures up to twice its sequences, and its largest step where that is not above it.
-    largest = min(tokens, 2 * sequences, max(own.capture_sizes, default=0))
-    captured = {size for size in own.capture_sizes if size <= largest}
-    if tokens == largest:
-        captured.add(tokens)
-    return replace(
-        own,
-        batch_tokens=tokens,
-        max_sequences=sequences,
-        capture_sizes=tuple(sorted(captured)),
+    return engine.serving.limited(
+        batch_tokens=limits.batch_tokens, max_sequences=limits.max_sequences
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -40,9 +40,9 @@ def import_spec(path: Path, name: str) -> Spec:
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise SpecError(f"{file}: cannot be read as a Hugging Face config ({reason})") from None
-    config = _Config(root)
-    model_type = config.value("model_type")
-    described = _MODELS[model_type.choice(_MODELS)](config)
+    model_type = _Config(root).value("model_type").choice(_MODELS)
+    config = _Config(replace(root, value={**_DEFAULTS.get(model_type, {}), **root.value}))
+    described = _MODELS[model_type](config)
     text = described.document(name, config.source(file))
     return parse_spec(dump_yaml(text), path=str(file))
 
@@ -547,3 +547,15 @@ _MODELS: Mapping[str, Callable[[_Config], _Model]] = MappingProxyType(
     }
 )
 """``model_type`` -> what its config describes."""
+
+_DEFAULTS: Mapping[str, Mapping[str, int]] = MappingProxyType(
+    {
+        "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096},
+        "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096},
+        "qwen3_moe": {"num_key_value_heads": 4, "sliding_window": 4096},
+        "mixtral": {"num_key_value_heads": 8},
+        "gpt_oss": {"num_key_value_heads": 8, "head_dim": 64},
+        "deepseek_v3": {"n_group": 8, "topk_group": 4},
+    }
+)
+"""What a class of transformers takes for a key that is not there; null means something else."""

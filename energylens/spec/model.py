@@ -149,6 +149,11 @@ class Spec:
     notes: tuple[str, ...] = ()
     path: str = field(default="", compare=False)
 
+    @property
+    def layers(self) -> int:
+        """Layers with attention."""
+        return sum(b.repeat for b in self.blocks if any(e.mask for e in b.cascade))
+
     def stored(self, entry: Entry) -> str:
         """Precision of the weights of ``entry``; norms, sinks and biases are as activations are."""
         if entry.op not in (None, "embedding"):

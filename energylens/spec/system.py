@@ -135,6 +135,36 @@ class Serving:
         """Rows that the token-wise kernels of a step of ``tokens`` new tokens run on."""
         return next((size for size in self.capture_sizes if size >= tokens), tokens)
 
+    def limited(
+        self, *, batch_tokens: int | None = None, max_sequences: int | None = None
+    ) -> Serving:
+        """The same with other limits; what is not given follows as in the engine.
+
+        Raises:
+            OutOfRangeError: a limit cannot be.
+        """
+        for name, value in (("batch_tokens", batch_tokens), ("max_sequences", max_sequences)):
+            if value is not None and value < 1:
+                raise OutOfRangeError(f"{name} must be at least 1, not {value}")
+        tokens = batch_tokens or self.batch_tokens
+        sequences = max_sequences or min(self.max_sequences, tokens)
+        if sequences > tokens:
+            raise OutOfRangeError(
+                f"max_sequences={sequences} is above batch_tokens={tokens}: a step holds a token "
+                "of each sequence; lower --max-num-seqs or raise --max-batch-tokens"
+            )
+        # vLLM captures up to twice its sequences, and its largest step where not above it.
+        largest = min(tokens, 2 * sequences, max(self.capture_sizes, default=0))
+        captured = {size for size in self.capture_sizes if size <= largest}
+        if tokens == largest:
+            captured.add(tokens)
+        return replace(
+            self,
+            batch_tokens=tokens,
+            max_sequences=sequences,
+            capture_sizes=tuple(sorted(captured)),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
@@ -183,6 +213,11 @@ class Engine:
     serving: Serving | None = None
     asked_version: str | None = None
     source: str = ""
+
+    @property
+    def captured_tokens(self) -> int:
+        """New tokens of the largest step that runs as captured graphs; 0 where none does."""
+        return max(self.serving.capture_sizes, default=0) if self.serving else 0
 
     def on(self, device: Device) -> Engine:
         """The engine with its limits on ``device``."""
@@ -366,6 +401,8 @@ class Config:
         microbatches: parts of the batch that are in the stages of a pipeline at a time. By default
             as the engine does with a batch that it gets at once: one for each step that its limits
             make of the prefill, at most one for each stage.
+        max_sequences: most sequences that the engine is set to run at a time, its own by default;
+            vLLM captures steps of up to twice as many tokens.
     """
 
     parallelism: Parallelism = Parallelism()
@@ -374,3 +411,4 @@ class Config:
     routing: str | None = None
     redundant_experts: int = 0
     microbatches: int | None = None
+    max_sequences: int | None = None

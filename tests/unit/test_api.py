@@ -17,7 +17,15 @@ from energylens.anchors import anchors_to_json
 from energylens.cli import main
 from energylens.errors import OutOfRangeError, SpecError
 from energylens.predict import Catalogue
-from energylens.results import Advice, Anchors, BoardAnchor, Frontier, Infeasible, Prediction
+from energylens.results import (
+    Advice,
+    Anchors,
+    BoardAnchor,
+    Frontier,
+    Infeasible,
+    Prediction,
+    Source,
+)
 from energylens.spec.load import data_dir
 from energylens.spec.system import Mode, Phase
 
@@ -197,3 +205,15 @@ def test_degrees_that_do_not_make_the_gpus_are_refused() -> None:
         energylens.predict("llama3_8b", gpus=4, tp=2)
     with pytest.raises(OutOfRangeError, match="batches: every value must be at least 1"):
         energylens.explore("llama3_8b", gpus=1, batch=0)
+
+
+def test_a_model_may_be_stored_otherwise() -> None:
+    plain = energylens.predict("llama3_8b")
+    narrow = energylens.predict("llama3_8b", precision={"weights": "fp8", "kv_cache": "fp8"})
+    assert isinstance(plain, Prediction)
+    assert isinstance(narrow, Prediction)
+    # Half as wide, but for the 65 norms of 4096 values, which stay 16 bits.
+    assert narrow.memory.weights_bytes == plain.memory.weights_bytes / 2 + 65 * 4096
+    assert narrow.memory.kv_cache_bytes == pytest.approx(plain.memory.kv_cache_bytes / 2)
+    assert narrow.source >= Source.TRANSFERRED
+    assert any("no kernel was calibrated with weights in fp8" in note for note in narrow.notes)

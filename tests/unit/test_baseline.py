@@ -158,7 +158,8 @@ def test_runs_of_different_things_are_refused(
     make_measurement: Make, fields: dict[str, object], told: str
 ) -> None:
     with pytest.raises(SpecError) as caught:
-        compared(make_measurement, {"context_len": 520.0}, {"context_len": 520.0} | fields)
+        same = {"context_len": 520.0, "precision": "bf16"}
+        compared(make_measurement, same, same | fields)
     assert str(caught.value).startswith(f"not comparable: {told}")
     assert "; measure the same spec, layout, workload and mode" in str(caught.value)
 

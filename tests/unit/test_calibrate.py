@@ -333,6 +333,15 @@ def test_an_unknown_provider_is_refused(lab):
     assert main(["calibrate", "--provider", "torchh"]) == 2
 
 
+def test_a_plan_that_is_not_there_is_refused_before_hardware_is_looked_for(tmp_path):
+    def no_meter():
+        raise AssertionError("asked for the hardware")
+
+    for plan in (tmp_path / "none.yaml", tmp_path):
+        with pytest.raises(SpecError, match=r"--plan: .* is no file; give a plan file"):
+            run(plan=plan, out=tmp_path, machine=Machine(meter=no_meter))
+
+
 @pytest.fixture
 def installed(monkeypatch) -> set[str]:
     """Optional libraries that are found, whatever this environment has."""

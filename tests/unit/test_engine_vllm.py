@@ -15,6 +15,7 @@ from energylens.predict import Catalogue, predict
 from energylens.results import Anchors, HostAnchor, Kind, Prediction
 from energylens.spec.load import load_engine
 from energylens.spec.system import (
+    Config,
     Engine,
     Mode,
     Parallelism,
@@ -249,3 +250,33 @@ def test_a_prefill_above_the_offline_limit_is_chunked_and_its_steps_follow_each_
     counts = {r.op: r.count for r in whole.breakdown}
     assert counts["lm_head"] == 2
     assert counts["gate+up"] == 2 * 32
+
+
+def test_what_an_engine_of_fewer_sequences_does_not_capture_is_launched_layer_by_layer() -> None:
+    work = Workload(batch=1, prompt_len=512, gen_len=1)
+    whole, fewer = (
+        predicted(work, phases=(Phase.PREFILL,), config=Config(max_sequences=most))
+        for most in (None, 128)
+    )
+    lone = law().lone_steps[1]
+    formed_s = lone.step_s + lone.sequence_s + 512 * lone.token_s
+    launched_s = formed_s + 32 * lone.layer_s
+    # The kernels are the same, and what forms a step; the host takes longer by its layers.
+    assert fewer.phases["prefill"].latency_s >= max(
+        launched_s, whole.phases["prefill"].latency_s * (1 - 1e-9)
+    )
+    small = Workload(batch=1, prompt_len=256, gen_len=1)  # twice the sequences: captured
+    assert predicted(small, config=Config(max_sequences=128)) == predicted(small)
+
+
+def test_a_limit_of_sequences_says_what_it_does_not_go_with(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for words, complaint in (
+        (["--batch", "256"], "a batch of 256 is above --max-num-seqs 128; raise it, or lower"),
+        (["--engine", "hf"], "engine hf has no limit of sequences; leave --max-num-seqs out"),
+    ):
+        assert main(["predict", "llama3_8b", "--max-num-seqs", "128", *words]) == 2
+        assert complaint in capsys.readouterr().err
+    assert main(["predict", "llama3_8b", "--max-num-seqs", "0"]) == 2
+    assert "--max-num-seqs: 0 found" in capsys.readouterr().err

@@ -756,3 +756,32 @@ def test_an_engine_without_limits_is_searched_too() -> None:
     (pool,) = f.pools
     assert pool.batch_tokens is pool.captured_tokens is None
     assert f.source.name == "ROOFLINE"
+
+
+def test_a_search_in_another_precision_launches_and_checks_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--precision", "weights=fp8,kv_cache=fp8", "--json"]
+    assert main([*SMALL, *words]) == 0
+    pick = json.loads(capsys.readouterr().out)["picks"][0]
+    assert "--quantization fp8 --kv-cache-dtype fp8" in pick["launch"]
+    assert pick["trtllm"] is pick["profile"] is None
+    assert "--precision weights=fp8,kv_cache=fp8" in pick["predict"]
+    check = shlex.split(pick["predict"])[1:]
+    assert main([*check, "--json"]) == 0
+    assert "no kernel was calibrated with weights in fp8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("fp8", "--precision: 'fp8' found, and must be weights=TYPE or kv_cache=TYPE"),
+        ("activations=fp8", "must be weights=TYPE or kv_cache=TYPE"),
+        ("weights=fp7", "--precision weights: unknown value 'fp7'; allowed: fp32, bf16"),
+    ],
+)
+def test_a_wrong_precision_is_told(
+    capsys: pytest.CaptureFixture[str], text: str, complaint: str
+) -> None:
+    assert main([*SMALL, "--precision", text]) == 2
+    assert complaint in capsys.readouterr().err

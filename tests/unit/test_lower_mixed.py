@@ -161,7 +161,7 @@ def test_weights_of_deepseek_by_hand() -> None:
 
 
 def test_an_engine_without_latent_attention_says_so() -> None:
-    with pytest.raises(SpecError, match=r"engine hf has no kernel for 'latent_append'"):
+    with pytest.raises(SpecError, match=r"hf has no kernel for 'latent_append'.*another engine$"):
         lowered(DEEPSEEK, HF).ops(DECODE)
 
 
@@ -178,6 +178,12 @@ def test_latent_attention_that_no_kernel_computes_is_refused(old: str, new: str,
     assert text.count(old) == 1
     with pytest.raises(UnsupportedError, match=said):
         lowered(parse_spec(text.replace(old, new)))
+
+
+def test_latent_attention_with_a_window_is_refused() -> None:
+    blocks = [replace(b, window=128) if b.name == "layer" else b for b in DEEPSEEK.blocks]
+    with pytest.raises(UnsupportedError, match="latent attention with a window"):
+        lowered(replace(DEEPSEEK, blocks=tuple(blocks)))
 
 
 # ---------------------------------------------------------------- layers with and without experts

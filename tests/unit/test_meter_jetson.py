@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 from energylens.errors import MeterError
 from energylens.meter.base import Reading
 from energylens.meter.jetson import LEAST_WINDOW_S, UNTRIED, JetsonMeter, JetsonRecorder
-from energylens.meter.tegra import has_rails, tegra_board
+from energylens.meter.tegra import AbstractSource, Frame, has_rails, tegra_board
 
 
 def sysfs_meter(tree: Tree, clock: Clock | None = None) -> JetsonMeter:
@@ -191,6 +192,36 @@ def test_b2_the_thread_stops_when_it_is_told_to(tmp_path: Path) -> None:
     assert 3 <= count <= 8
     time.sleep(0.12)
     assert len(recorder.series(recorder._info.uuid).instant_power) == count
+
+
+class Silent(AbstractSource):
+    """A source that answers only once it is closed."""
+
+    def __init__(self) -> None:
+        super().__init__("silent", 0.0)
+        self.closed = threading.Event()
+
+    def open(self) -> None:
+        pass
+
+    def read(self) -> Frame:
+        self.closed.wait()
+        raise MeterError("closed")
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+def test_a_source_that_does_not_answer_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("energylens.meter.jetson._FIRST_FRAME_S", 0.05)
+    meter = sysfs_meter(orin_nano(tmp_path))
+    recorder = meter.recorder([meter.devices()[0].uuid])
+    recorder._source = source = Silent()
+    with pytest.raises(MeterError, match=r"silent did not answer within 0\.05 s"):
+        recorder.start()
+    assert source.closed.is_set()
 
 
 def test_b3_a_window_without_samples_is_too_short_and_says_how_long_it_must_be(

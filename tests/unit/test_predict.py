@@ -469,7 +469,7 @@ def test_a_measured_row_is_predicted_as_it_ran(make_measurement: Make):
         ({"spec": "gpt9"}, "gpt9"),
         ({"spec": "llama3_8b", "device": "h300"}, "h300"),
         ({"spec": "llama3_8b", "engine": "hff"}, "hff"),
-        ({"spec": "llama3_8b", "precision": "fp8"}, "fp8"),
+        ({"spec": "llama3_8b", "precision": "fp7"}, "unknown precision 'fp7'"),
         ({"spec": "llama3_8b", "phase": "request"}, "gen_len"),
     ],
 )
@@ -480,6 +480,16 @@ def test_a_row_that_cannot_be_predicted_comes_with_the_reason(
     assert isinstance(reason, str)
     assert told in reason
     assert "\n" not in reason
+
+
+def test_a_row_is_predicted_with_the_weights_that_it_names(make_measurement: Make) -> None:
+    own, same, narrow = (
+        beside(make_measurement(spec="llama3_8b", precision=p)) for p in (None, "bf16", "fp8")
+    )
+    assert isinstance(own, Prediction)
+    assert isinstance(narrow, Prediction)
+    assert own == same
+    assert narrow.memory.weights_bytes < 0.51 * own.memory.weights_bytes
 
 
 def test_a_row_that_cannot_run_is_infeasible(make_measurement: Make):

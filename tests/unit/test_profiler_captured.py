@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch")
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 
-from energylens.profiler.captured import Graph  # noqa: E402
+from energylens.profiler.captured import Graph, distance  # noqa: E402
 from energylens.profiler.hf import HfEngine  # noqa: E402
 from energylens.profiler.loader import LoadedModel, Place  # noqa: E402
 from energylens.profiler.options import ProfileRequest  # noqa: E402
@@ -181,3 +181,15 @@ def test_a_position_off_by_one_shows_in_the_keys_and_not_in_the_logits(
     assert check["entries_distance"] > 0.1
     assert found.modes["decode"] == "eager"
     assert "new cache entries differ by" in found.notes[0]
+
+
+def test_workers_judge_by_the_largest_distance_of_all() -> None:
+    """Here a group of one: that the collective runs, on the device and with the type at hand."""
+    import torch.distributed as dist
+
+    eager = torch.tensor([3.0, 4.0], dtype=torch.bfloat16)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert distance(eager + torch.tensor([0.0, 1.0]), eager) == pytest.approx(0.2)
+    finally:
+        dist.destroy_process_group()

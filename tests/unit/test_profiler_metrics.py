@@ -121,6 +121,14 @@ def test_a_noisy_phase_is_valid_and_an_imprecise_one_is_not() -> None:
         assert phase_profile([over], []).valid
 
 
+@pytest.mark.parametrize(("share", "valid"), [(0.2, False), (0.95, True)])
+def test_a_drift_spoils_a_device_and_not_a_host_that_wanders(share: float, valid: bool) -> None:
+    over = window([0.030 + 0.004 * i / 99 for i in range(100)], host_share=share)
+    found = phase_profile([over], [board(300.0, over)])
+    assert "not_steady" in found.flags
+    assert found.valid is valid
+
+
 def test_energy_of_a_step_is_power_times_time_and_net_of_idle() -> None:
     over = window([0.05] * 100)
     found = phase_profile([over], [board(400.0, over)])

@@ -233,7 +233,7 @@ def test_b35_a_mig_slice_has_latency_and_a_reason() -> None:
     assert found.phases["decode"].latency.mean == pytest.approx(0.02)
 
 
-def test_b14_b18_a_sensor_that_dies_spoils_the_energy_and_not_the_run() -> None:
+def test_b14_a_sensor_that_dies_spoils_the_energy_and_not_the_run() -> None:
     def dies(t: float) -> int | None:
         return fake.GPU_IS_LOST if t > 1009 else None
 
@@ -243,7 +243,7 @@ def test_b14_b18_a_sensor_that_dies_spoils_the_energy_and_not_the_run() -> None:
     assert any(r.startswith("decode: ") for r in found.reasons)
 
 
-def test_b28_another_load_on_the_board_shows_in_its_idle_power() -> None:
+def test_b18_another_load_on_the_board_shows_in_its_idle_power() -> None:
     board = gpu()
     engine = FakeEngine(Machine(board), on_step=lambda i: setattr(board.power, "idle_w", 190.0))
     found = session(engine, DECODE).measure()

@@ -201,6 +201,23 @@ def test_a_kernel_is_of_the_innermost_mark_around_its_launch(tmp_path: Path) -> 
     }
 
 
+def test_a_collective_is_one_whoever_launches_it(tmp_path: Path) -> None:
+    """Under tensor parallelism the hooks of a decoder layer launch its all-reduces."""
+    trace = MadeTrace()
+    trace.span("user_annotation", "energylens::elementwise", 0.0, 50.0)
+    trace.launch("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgs)", 5.0, 9.0)
+    trace.launch("vectorized_elementwise_kernel", 20.0, 2.0)
+    trace.launch("at::native::reduce_kernel<512, 1, at::native::ArgMaxOps<float>>", 60.0, 3.0)
+    trace.launch("vectorized_elementwise_kernel", 80.0, 1.0)
+    kinds = breakdown(kernel_table(trace.write(tmp_path / "trace.json")))["step"]
+    assert {k: round(s / US) for k, s in kinds.items()} == {
+        Kind.COLLECTIVE: 9,
+        Kind.ELEMENTWISE: 2,
+        Kind.SAMPLING: 3,  # the choice of the next token is outside of the model
+        Kind.OVERHEAD: 1,
+    }
+
+
 def test_kernels_of_a_replayed_graph_go_by_name_in_a_marked_trace(tmp_path: Path) -> None:
     trace = MadeTrace()
     trace.span("user_annotation", "energylens::gemm", 0.0, 20.0)

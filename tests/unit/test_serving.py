@@ -682,7 +682,7 @@ def test_no_steady_state_is_exit_code_3_with_the_saturation_rate(capsys: Capture
     [
         (("--duration", "60"), "--duration is about traffic; give its --rate, or --arrivals FILE"),
         (("--arrivals", "constant"), "--arrivals is about traffic"),
-        (("--max-num-seqs", "8"), "--max-num-seqs is about traffic"),
+        (("--max-batch-tokens", "8"), "--max-batch-tokens is about traffic"),
         (("--steady-state",), "--steady-state is about traffic"),
         (("--seed", "0"), "--seed is about traffic"),
         (("--rate", "0"), "--rate: 0 found, and must be a number above 0"),

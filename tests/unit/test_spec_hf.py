@@ -43,6 +43,7 @@ def test_the_config_of_a_shipped_model_is_its_spec(name: str, tmp_path: Path) ->
     found = imported(tmp_path, config(name))
     assert found.source == f"{tmp_path} config.json"
     assert replace(found, name=name, source=shipped.source) == shipped
+    assert found.layers == config(name)["num_hidden_layers"]
     assert parameters(found) == parameters(shipped)
 
 
@@ -55,6 +56,33 @@ def test_what_a_config_leaves_out_is_as_transformers_takes_it(tmp_path: Path) ->
     assert found.precision == load_spec("llama3_8b").precision
     gpt = config("gpt_oss_20b", layer_types=None, sliding_window=None, attention_bias=None)
     assert imported(tmp_path, gpt).blocks == load_spec("gpt_oss_20b").blocks
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "taken"),
+    [
+        ("qwen3_32b", ("num_key_value_heads", "head_dim"), {"g": 32, "r": 2, "d": 128}),
+        ("qwen2_5_7b", ("num_key_value_heads",), None),  # 32 do not divide its 28 heads
+        ("qwen3_moe", ("num_key_value_heads",), {"g": 4, "r": 8}),
+        ("mixtral_8x7b", ("num_key_value_heads",), {"g": 8, "r": 4}),
+        ("gpt_oss_20b", ("num_key_value_heads", "head_dim"), {"g": 8, "r": 8, "d": 64}),
+    ],
+)
+def test_heads_that_are_left_out_are_those_of_the_class(
+    name: str, keys: tuple[str, ...], taken: dict[str, int] | None, tmp_path: Path
+) -> None:
+    values = config(name, **dict.fromkeys(keys))
+    if taken is None:
+        with pytest.raises(SpecError, match="num_key_value_heads: found 32; allowed: a divisor"):
+            imported(tmp_path, values)
+        return
+    ranks = imported(tmp_path, values).ranks
+    assert {rank: ranks[rank] for rank in taken} == taken
+
+
+def test_groups_of_experts_that_are_left_out_are_those_of_the_class(tmp_path: Path) -> None:
+    found = imported(tmp_path, config("deepseek_v3", n_group=None, topk_group=None))
+    assert found.notes == load_spec("deepseek_v3").notes
 
 
 def test_biases_dtypes_and_the_file_names_itself(tmp_path: Path) -> None:
@@ -90,6 +118,7 @@ def test_layers_with_and_without_a_window_are_blocks_of_their_own(tmp_path: Path
     found = imported(tmp_path, config("gpt_oss_20b", layer_types=listed))
     named = [(b.name, b.repeat, b.window) for b in found.blocks[1:-1]]
     assert named == [("layer", 1, None), ("window_layer", 23, 128)]
+    assert found.layers == 24
     (block,) = imported(tmp_path, config("mixtral_8x7b", sliding_window=4096)).blocks[1:-1]
     assert (block.repeat, block.window) == (32, 4096)
 

@@ -65,6 +65,19 @@ def results(path: Path) -> dict[str, Any]:
     return by_key
 
 
+def assert_same_results(some: Path, others: Path) -> None:
+    """The same cells with the same results, but for the last digits: BLAS sums in the order of its
+    threads, and another process may have another number of them."""
+    found, expected = results(some), results(others)
+    assert found.keys() == expected.keys()
+    for key, result in found.items():
+        numbers = {n: v for n, v in expected[key].items() if isinstance(v, float)}
+        assert {n: result[n] for n in numbers} == pytest.approx(numbers, rel=1e-9)
+        assert {n: v for n, v in result.items() if n not in numbers} == {
+            n: v for n, v in expected[key].items() if n not in numbers
+        }
+
+
 def test_a_grid_is_the_product_of_its_axes(grid: Path) -> None:
     cells = read_grid(grid)
     assert len(cells) == len(set(cells)) == 16
@@ -116,7 +129,7 @@ def test_what_is_there_is_not_done_again(grid: Path, tmp_path: Path) -> None:
     assert (calls, again.reused) == ([5, 11], 16)
     other = tmp_path / "b.jsonl"
     sweep(read_grid(grid), other, backend="loky", jobs=2)
-    assert results(other) == results(out), "processes and threads say the same"
+    assert_same_results(other, out)
 
 
 def test_an_edited_model_is_another_cell(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_required_columns_are_enough_and_the_rest_has_defaults(tmp_path: Path) -
     assert (m.latency_s, m.energy_j) == (0.0256, 6.5)
     assert m.parallelism == Parallelism()
     assert (m.context_len, m.gen_len, m.power_limit_w, m.anchors) == (None, None, None, None)
-    assert (m.precision, m.regime, m.engine_version) == ("bf16", "device", "")
+    assert (m.precision, m.regime, m.engine_version) == (None, "device", "")
 
 
 def test_one_of_latency_and_energy_is_enough(tmp_path: Path) -> None:

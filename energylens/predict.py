@@ -31,7 +31,7 @@ from energylens.results import (
     PhaseResult,
     Prediction,
 )
-from energylens.schedule import LEVEL, LOWEST_CLOCK, StepResult
+from energylens.schedule import LAWS, LEVEL, LOWEST_CLOCK, StepResult
 from energylens.spec.load import (
     data_dir,
     list_resources,
@@ -94,14 +94,16 @@ def predict(
         A prediction, or why the configuration cannot run.
 
     Raises:
-        SpecError: the engine has no kernel for an op of the spec, or the power limit is above the
-            device's.
+        SpecError: the engine has no kernel for an op of the spec, the power limit is above the
+            device's, or a law to leave out is unknown.
     """
     if config.power_limit_w is not None and config.power_limit_w > device.power_limit_w:
         raise SpecError(
             f"a power limit of {config.power_limit_w:g} W: {device.name} allows up to "
             f"{device.power_limit_w:g} W"
         )
+    for law in without - set(LAWS):
+        raise SpecError(f"without: unknown law {law!r}; allowed: {', '.join(LAWS)}")
     engine, parallelism = _set(engine.on(device), config, workload), config.parallelism
     most = min(parallelism.pp, workload.batch)
     if config.microbatches is not None and not 1 <= config.microbatches <= most:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -412,3 +413,8 @@ class Config:
     redundant_experts: int = 0
     microbatches: int | None = None
     max_sequences: int | None = None
+
+    def __post_init__(self) -> None:
+        limit = self.power_limit_w
+        if limit is not None and not 0 < limit < math.inf:
+            raise OutOfRangeError(f"power_limit_w must be a number above 0, not {limit:g}")

@@ -199,6 +199,20 @@ def test_replicas_are_linked_inside_and_not_to_each_other() -> None:
     assert not [note for note in two.notes if "link" in note]
 
 
+@pytest.mark.parametrize("watts", [0.0, -3.0, float("nan")])
+def test_a_power_limit_is_a_number_above_0(watts: float) -> None:
+    for verb in (energylens.predict, energylens.advise):
+        with pytest.raises(OutOfRangeError, match="power_limit_w must be a number above 0"):
+            verb("llama3_8b", power_limit_w=watts, catalogue=CATALOGUE)
+    with pytest.raises(OutOfRangeError, match="power_limit_w must be a number above 0"):
+        energylens.explore("llama3_8b", gpus=1, power_limit_w=watts, catalogue=CATALOGUE)
+
+
+def test_a_law_that_there_is_none_of_is_refused() -> None:
+    with pytest.raises(SpecError, match="without: unknown law 'caps'; allowed: cap, host"):
+        energylens.predict("llama3_8b", without=["caps"], catalogue=CATALOGUE)
+
+
 def test_degrees_that_do_not_make_the_gpus_are_refused() -> None:
     assert api.parallelism(gpus=4).tp == 4
     with pytest.raises(SpecError, match="--gpus is 4, but replicas x dp x tp x pp = 2"):

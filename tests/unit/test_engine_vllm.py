@@ -279,4 +279,4 @@ def test_a_limit_of_sequences_says_what_it_does_not_go_with(
         assert main(["predict", "llama3_8b", "--max-num-seqs", "128", *words]) == 2
         assert complaint in capsys.readouterr().err
     assert main(["predict", "llama3_8b", "--max-num-seqs", "0"]) == 2
-    assert "above --max-num-seqs 0" in capsys.readouterr().err
+    assert "--max-num-seqs: 0 found" in capsys.readouterr().err

@@ -20,7 +20,8 @@ from predict_speed import timed
 from energylens.explore import SearchSpace, explore
 from energylens.explore.front import exact_values
 from energylens.predict import Catalogue, predict
-from energylens.results import Frontier, Prediction
+from energylens.results import Prediction
+from energylens.results.search import Frontier
 from energylens.spec.system import Config, Workload
 
 COMMAND = ("explore", "llama3_70b", "--gpus", "8", "--prompt-len", "2048", "--gen-len", "512")

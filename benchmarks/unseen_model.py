@@ -19,7 +19,9 @@ from energylens.bench.plan import planned_steps
 from energylens.fit import fit_bundle, mix_errors
 from energylens.lower import lower_step
 from energylens.results import Infeasible
-from energylens.spec.load import list_resources, load_device, load_engine, load_spec
+from energylens.spec.load import load_spec
+from energylens.spec.machines import load_device, load_engine
+from energylens.spec.resources import list_resources
 from energylens.spec.system import Parallelism
 from energylens.store import Sample, Store
 

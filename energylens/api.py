@@ -29,7 +29,8 @@ from energylens.cost.bundle import Bundle
 from energylens.errors import SpecError
 from energylens.predict import Catalogue, predict_measurement
 from energylens.predict import predict as _predict
-from energylens.results import Advice, Anchors, Frontier, Infeasible, Measurement, Prediction
+from energylens.results import Anchors, Infeasible, Measurement, Prediction
+from energylens.results.search import Advice, Frontier
 from energylens.spec.model import Spec
 from energylens.spec.system import (
     Config,

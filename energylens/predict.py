@@ -32,15 +32,10 @@ from energylens.results import (
     Prediction,
 )
 from energylens.schedule import LAWS, LEVEL, LOWEST_CLOCK, StepResult
-from energylens.spec.load import (
-    data_dir,
-    list_resources,
-    load_cluster,
-    load_device,
-    load_engine,
-    load_spec,
-)
+from energylens.spec.load import load_spec
+from energylens.spec.machines import load_cluster, load_device, load_engine
 from energylens.spec.model import Spec
+from energylens.spec.resources import data_dir, list_resources
 from energylens.spec.system import (
     Config,
     Device,

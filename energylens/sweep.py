@@ -27,7 +27,8 @@ from energylens.errors import EnergyLensError, SpecError
 from energylens.explore.front import exact_values
 from energylens.files import write_atomically
 from energylens.predict import Catalogue
-from energylens.results import Infeasible, Percentiles, ServingResult
+from energylens.results import Infeasible
+from energylens.results.service import Percentiles, ServingResult
 from energylens.serving import Traffic, read_lengths, serve
 from energylens.serving.traffic import ARRIVALS
 from energylens.spec.fields import Field, parse_yaml

@@ -41,8 +41,10 @@ from energylens.bench.trial import TrialLimits
 from energylens.errors import CalibrationError, MeterError, SpecError, UnsupportedError
 from energylens.lower import valid_tp
 from energylens.meter.base import AbstractMeter, DeviceInfo, require_energy
-from energylens.spec.load import data_dir, load_device, load_engine, load_spec
+from energylens.spec.load import load_spec
+from energylens.spec.machines import load_device, load_engine
 from energylens.spec.model import Spec
+from energylens.spec.resources import data_dir
 from energylens.spec.system import Device
 from energylens.store import Sample, Store, board_hash
 

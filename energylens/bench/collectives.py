@@ -30,7 +30,7 @@ from energylens.errors import MeterError
 from energylens.graph import Op, make_op
 from energylens.lower import valid_tp
 from energylens.meter.base import AbstractRecorder, DeviceSeries, Reading
-from energylens.spec.load import load_engine
+from energylens.spec.machines import load_engine
 from energylens.spec.model import Spec
 from energylens.spec.system import Mode, Step
 from energylens.store import Trial

@@ -21,7 +21,8 @@ from energylens.errors import UnsupportedError
 from energylens.graph import Op, make_op
 from energylens.lower import lower_step, valid_tp
 from energylens.results import Infeasible
-from energylens.spec.load import load_engine, load_spec
+from energylens.spec.load import load_spec
+from energylens.spec.machines import load_engine
 from energylens.spec.model import Spec
 from energylens.spec.system import Engine, Mode, Parallelism, Phase, Step
 

@@ -37,7 +37,8 @@ from energylens.graph import Op
 from energylens.meter.base import AbstractMeter, AbstractRecorder, DeviceInfo
 from energylens.meter.window import Reading
 from energylens.results import Anchors, BoardAnchor
-from energylens.spec.load import load_device, load_spec
+from energylens.spec.load import load_spec
+from energylens.spec.machines import load_device
 from energylens.spec.model import Spec
 from energylens.store import (
     Provenance,

@@ -24,7 +24,7 @@ from energylens.bench.trial import HostPoint
 from energylens.errors import UnsupportedError
 from energylens.lower import lower_step
 from energylens.results import Infeasible
-from energylens.spec.load import load_engine
+from energylens.spec.machines import load_engine
 from energylens.spec.model import Spec
 from energylens.spec.system import Mode, Parallelism, Step
 

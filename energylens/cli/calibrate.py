@@ -93,7 +93,7 @@ def _fit(
     from energylens.cost.bundle import dump_bundle, load_bundle
     from energylens.files import write_atomically
     from energylens.fit import fit_bundle, load_one_shot, load_published
-    from energylens.spec.load import data_dir
+    from energylens.spec.resources import data_dir
 
     folder = data_dir("calibration") / "published"
     table, one_shot = folder / "nccl_latency.csv", folder / "one_shot_all_reduce.csv"

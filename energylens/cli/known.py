@@ -46,7 +46,8 @@ def _describe(catalogue: Catalogue, kind: str, name: str) -> str:
     """One line about a shipped spec, device, engine, cluster or bundle."""
     from energylens.cost.bundle import load_bundle
     from energylens.lower.memory import parameters
-    from energylens.spec.load import data_dir, load_cluster
+    from energylens.spec.machines import load_cluster
+    from energylens.spec.resources import data_dir
 
     if kind == "specs":
         spec = catalogue.spec(name)

@@ -10,7 +10,8 @@ from energylens.errors import EnergyLensError, SpecError
 from energylens.explore.front import exact_values
 from energylens.lower.fuse import groups
 from energylens.predict import Catalogue, predict
-from energylens.results import Advice, Anchors, Change, Infeasible, Prediction
+from energylens.results import Anchors, Infeasible, Prediction
+from energylens.results.search import Advice, Change
 from energylens.spec.model import Fusion, Spec
 from energylens.spec.system import (
     Config,

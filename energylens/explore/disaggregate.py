@@ -19,7 +19,8 @@ from energylens.cost.roofline import LINK_EFFICIENCY
 from energylens.errors import SpecError
 from energylens.explore.front import LIMITED, OBJECTIVES, Choice, exact_values, pareto
 from energylens.lower import cache_bytes, lower_stages
-from energylens.results import Infeasible, Pool, Prediction, PrefillPool, ScoredConfig
+from energylens.results import Infeasible, Prediction
+from energylens.results.search import Pool, PrefillPool, ScoredConfig
 from energylens.spec.system import Parallelism, Phase
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from energylens.explore.prices import Prices
-from energylens.results import Infeasible, Pool, Prediction, ScoredConfig
+from energylens.results import Infeasible, Prediction
+from energylens.results.search import Pool, ScoredConfig
 from energylens.spec.system import Parallelism, Phase
 
 Array = NDArray[np.float64]

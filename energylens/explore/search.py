@@ -34,16 +34,13 @@ from energylens.predict import predict
 from energylens.results import (
     LIMIT_OPTIONS,
     Anchors,
-    ContextPoint,
-    Frontier,
     Infeasible,
     Memory,
-    Pool,
     Prediction,
-    ScoredConfig,
     SearchCounts,
     Source,
 )
+from energylens.results.search import ContextPoint, Frontier, Pool, ScoredConfig
 from energylens.schedule import LEVEL
 from energylens.spec.model import Spec
 from energylens.spec.system import Config, Device, Engine, Link, Parallelism, Phase, Workload

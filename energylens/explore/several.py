@@ -9,7 +9,8 @@ from types import MappingProxyType
 
 from energylens.errors import SpecError
 from energylens.explore.front import placed
-from energylens.results import Frontier, Infeasible, SearchCounts
+from energylens.results import Infeasible, SearchCounts
+from energylens.results.search import Frontier
 from energylens.spec.system import Device
 
 

@@ -34,7 +34,8 @@ from energylens.fit.laws import (
 from energylens.fit.published import load_one_shot, load_published
 from energylens.fit.samples import Data, gather
 from energylens.graph import KERNELS
-from energylens.spec.load import list_resources, load_engine
+from energylens.spec.machines import load_engine
+from energylens.spec.resources import list_resources
 from energylens.spec.system import Device
 from energylens.store import Provenance, Store
 

@@ -33,8 +33,9 @@ from energylens.profiler.loader import LoadedModel, Place
 from energylens.profiler.marks import marked
 from energylens.profiler.options import ProfileRequest
 from energylens.profiler.tracing import record
-from energylens.spec.load import list_resources, load_spec
+from energylens.spec.load import load_spec
 from energylens.spec.model import Spec
+from energylens.spec.resources import list_resources
 
 CHECKED_STEPS = 8
 _CACHES = ("cache", "past_key_values", "cache_params")

@@ -13,8 +13,9 @@ from typing import Any
 
 from energylens.errors import SpecError, UnsupportedError
 from energylens.profiler.options import DTYPES, ProfileRequest
-from energylens.spec.load import list_resources, load_spec
+from energylens.spec.load import load_spec
 from energylens.spec.model import Spec
+from energylens.spec.resources import list_resources
 
 CONFIG = "config.json"
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")

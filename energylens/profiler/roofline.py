@@ -9,7 +9,7 @@ from energylens.lower import lower, lower_step, memory
 from energylens.measured import PhaseProfile
 from energylens.profiler.options import ProfileRequest
 from energylens.results import Infeasible
-from energylens.spec.load import load_device, load_engine
+from energylens.spec.machines import load_device, load_engine
 from energylens.spec.model import Spec
 from energylens.spec.system import Device, Mode, Step, Workload
 

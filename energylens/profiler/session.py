@@ -46,7 +46,7 @@ from energylens.profiler.timeline import write_timeline
 from energylens.profiler.trace import annotate
 from energylens.profiler.tracing import profiled_pass, trace_file
 from energylens.results import Anchors, KernelRow
-from energylens.spec.load import load_device
+from energylens.spec.machines import load_device
 from energylens.spec.model import Spec
 from energylens.store import board_hash, new_run_id
 

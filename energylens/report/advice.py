@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from energylens.anchors import anchors_to_json
 from energylens.report.prediction import subject, subject_line
 from energylens.report.table import quantity, source_line, table
-from energylens.results import Advice, Change, Infeasible
+from energylens.results import Infeasible
+from energylens.results.search import Advice, Change
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

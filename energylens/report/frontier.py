@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from energylens.anchors import anchors_to_json
 from energylens.report.launch import PredictCommand, command_lines, commands
 from energylens.report.table import bundle_names, digits, memory, quantity, table
-from energylens.results import LIMIT_OPTIONS, Frontier, Infeasible, ScoredConfig, SearchCounts
+from energylens.results import LIMIT_OPTIONS, Infeasible, SearchCounts
+from energylens.results.search import Frontier, ScoredConfig
 from energylens.spec.system import Parallelism
 
 if TYPE_CHECKING:

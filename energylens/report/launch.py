@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
-from energylens.results import Frontier, PrefillPool, ScoredConfig
+from energylens.results.search import Frontier, PrefillPool, ScoredConfig
 from energylens.spec.system import Parallelism
 
 _HAND_OVER = """--kv-transfer-config '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'"""

@@ -23,7 +23,8 @@ from energylens.report.frontier import (
 )
 from energylens.report.launch import PredictCommand, command_lines
 from energylens.report.prediction import memory_line
-from energylens.results import Frontier, Prediction, ScoredConfig
+from energylens.results import Prediction
+from energylens.results.search import Frontier, ScoredConfig
 
 _WEB = Path(__file__).parent / "web"
 _FIELDS = {

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from energylens.anchors import anchors_to_json
 from energylens.report.table import digits, prefix, quantity, source_line, table
-from energylens.results import Infeasible, ServingResult
+from energylens.results import Infeasible
+from energylens.results.service import ServingResult
 from energylens.spec.system import Parallelism
 
 if TYPE_CHECKING:

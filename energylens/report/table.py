@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from energylens.results import BundleRef, Memory, Prediction, ServingResult
+from energylens.results import BundleRef, Memory, Prediction
+from energylens.results.service import ServingResult
 
 if TYPE_CHECKING:
     from rich.console import JustifyMethod

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from energylens.errors import OutOfRangeError
-from energylens.results import MeanMax
+from energylens.results.service import MeanMax
 from energylens.serving.prices import PriceTable, attention_pairs
 from energylens.serving.traffic import Requests, requests_of
 from energylens.spec.system import Serving

@@ -15,13 +15,11 @@ from energylens.errors import SpecError
 from energylens.lower import Lowered, cache_bytes, lower, memory
 from energylens.machine import StepSums, machine
 from energylens.predict import predict
-from energylens.results import (
-    Anchors,
+from energylens.results import Anchors, Infeasible, Prediction
+from energylens.results.service import (
     CacheUse,
-    Infeasible,
     MeanMax,
     Percentiles,
-    Prediction,
     ServingInterval,
     ServingResult,
     TrafficSummary,
@@ -29,8 +27,9 @@ from energylens.results import (
 from energylens.serving.batching import Replica, Simulation
 from energylens.serving.prices import PriceTable
 from energylens.serving.traffic import DURATION_S, Requests, Traffic, requests_of
-from energylens.spec.load import list_resources, load_engine
+from energylens.spec.machines import load_engine
 from energylens.spec.model import Spec
+from energylens.spec.resources import list_resources
 from energylens.spec.system import (
     Config,
     Device,

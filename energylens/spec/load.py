@@ -1,23 +1,15 @@
-"""YAML in, frozen values out: models, engines, devices and clusters, by name or by path.
-
-A name stands for a file that ships with EnergyLens; a path wins over a name. Everything wrong in
-a file is a `SpecError` of one line: file, dotted field path, what was found, what is allowed.
-"""
+"""YAML files to models and back."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from itertools import combinations
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from energylens.errors import SpecError
 from energylens.spec.einsum import parse_accesses, parse_einsum
-from energylens.spec.fields import Field, dump_yaml, near, parse_yaml, twice
+from energylens.spec.fields import Field, dump_yaml, twice
 from energylens.spec.model import (
     STEP_RANKS,
     Access,
@@ -28,11 +20,12 @@ from energylens.spec.model import (
     Precision,
     Spec,
 )
-from energylens.spec.system import Cluster, Device, Engine, Kernel, Link, Mode, Phase, Serving
-from energylens.units import BITS, BYTES_PER_GB
-
-RESOURCES = ("specs", "devices", "engines", "clusters")
-"""Kinds of files that ship in the folder ``specs``; models lie at its top."""
+from energylens.spec.resources import (
+    document,
+    find,
+    read_text,
+)
+from energylens.units import BITS
 
 OPS = (
     "add",
@@ -47,103 +40,12 @@ OPS = (
     "topk",
 )
 """Named ops, which are no contractions. Each writes the first activation that it reads."""
-
 MESH_AXES = ("tp", "ep")
 """Mesh axes that split ranks."""
-
 ROUTINGS: Mapping[str, str | None] = MappingProxyType(
     {"uniform": None, "zipf": "alpha", "dirichlet": "c", "histogram": "file", "trace": "file"}
 )
 """Kinds of expert routing and the parameter that each needs."""
-
-
-# ---- finding files -------------------------------------------------------------------------------
-
-
-def data_dir(kind: str) -> Path:
-    """Folder ``specs`` or ``calibration`` that ships with EnergyLens, in a wheel or in a checkout.
-
-    Raises:
-        SpecError: this installation has no such folder.
-    """
-    package = Path(__file__).resolve().parents[1]
-    for folder in (package / "_data" / kind, package.parent / kind):
-        if folder.is_dir():
-            return folder
-    raise SpecError(
-        f"this installation of EnergyLens holds no folder {kind!r}; install it again, or give a "
-        "path to a file"
-    )
-
-
-def _resource_dir(kind: str) -> Path:
-    if kind not in RESOURCES:
-        raise SpecError(f"unknown kind of resource {kind!r}; allowed: {', '.join(RESOURCES)}")
-    folder = data_dir("specs")
-    return folder if kind == "specs" else folder / kind
-
-
-def list_resources(kind: str) -> tuple[str, ...]:
-    """Names of the shipped files of a kind, sorted.
-
-    Args:
-        kind: one of `RESOURCES`.
-
-    Raises:
-        SpecError: there is no such kind.
-    """
-    return tuple(sorted(p.stem for p in _resource_dir(kind).glob("*.yaml")))
-
-
-def _strip_suffix(name: str) -> str:
-    return name.removesuffix(".yaml").removesuffix(".yml")
-
-
-def _find(name: str, kind: str) -> Path:
-    """File that ``name`` stands for: a path that exists, or else a shipped file.
-
-    A path that does not exist still means the shipped file of that name where it looks like one
-    (``specs/llama3_8b.yaml`` from another folder); other folders are an error, not a guess.
-    """
-    path = Path(name)
-    if path.is_file():
-        return path
-    folder = _resource_dir(kind)
-    if path.parent == Path() or path.parent.name == folder.name:
-        shipped = folder / f"{_strip_suffix(path.name)}.yaml"
-        if shipped.is_file():
-            return shipped
-    raise _unknown(name, kind, list_resources(kind))
-
-
-def _unknown(name: str, kind: str, known: Sequence[str]) -> SpecError:
-    hint = near(_strip_suffix(Path(name).name).lower().removeprefix("nvidia "), known)
-    return SpecError(
-        f"unknown {kind.removesuffix('s')} {name!r}: neither a file nor a known name{hint}; "
-        f"known: {', '.join(known)}; or give a path to a YAML file"
-    )
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path}: cannot be read: {error}; give a text file in UTF-8") from error
-
-
-def _document(
-    text: str, file: str, schema: str, required: Sequence[str], optional: Sequence[str] = ()
-) -> dict[str, Field]:
-    """The fields of a file whose ``schema`` is as it must be."""
-    root = parse_yaml(text, file)
-    declared = root.pairs().get("schema")
-    if declared is None:
-        raise root.error(f"key 'schema' is missing; allowed: {schema}")
-    declared.choice([schema])
-    return root.mapping(("schema", "name", "source", *required), optional)
-
-
-# ---- models --------------------------------------------------------------------------------------
 
 
 def load_spec(name_or_path: str) -> Spec:
@@ -152,8 +54,8 @@ def load_spec(name_or_path: str) -> Spec:
     Raises:
         SpecError: no such model, or something in the file is wrong.
     """
-    path = _find(name_or_path, "specs")
-    return parse_spec(_read(path), path=str(path))
+    path = find(name_or_path, "specs")
+    return parse_spec(read_text(path), path=str(path))
 
 
 def parse_spec(text: str, *, path: str = "") -> Spec:
@@ -162,7 +64,7 @@ def parse_spec(text: str, *, path: str = "") -> Spec:
     Raises:
         SpecError: something in the text is wrong.
     """
-    fields = _document(
+    fields = document(
         text,
         path or "<text>",
         "energylens/spec/v1",
@@ -413,271 +315,3 @@ def _dump_entry(entry: Entry) -> dict[str, Any]:
 
 def _thaw(value: object) -> object:
     return {k: _thaw(v) for k, v in value.items()} if isinstance(value, Mapping) else value
-
-
-# ---- engines, devices, clusters ------------------------------------------------------------------
-
-
-def load_engine(name: str) -> Engine:
-    """The engine profile of a YAML file, or of a shipped one by name, e.g. ``hf``.
-
-    ``vllm@0.28.0`` asks for one version: limits that differ between versions are then those of the
-    newest known version that is not newer, else of the oldest.
-
-    Raises:
-        SpecError: no such engine, or something in the file is wrong.
-    """
-    stem, _, asked = name.rpartition("@")
-    if not stem or "/" in asked:  # no version: a folder may have an @ in its name
-        stem, asked = name, ""
-    path = _find(stem, "engines")
-    fields = _document(
-        _read(path),
-        str(path),
-        "energylens/engine/v1",
-        ("version", "provider", "modes", "kernels"),
-        ("versions", *_ENGINE_OPTIONS),
-    )
-    modes = fields["modes"].mapping((Phase.PREFILL, Phase.DECODE))
-    optional = {key: read(fields[key]) for key, read in _ENGINE_OPTIONS.items() if key in fields}
-    version = fields["version"].text()
-    if asked:
-        version, named, changed = _version(fields, asked)
-        optional |= named
-        optional["serving"] = replace(optional["serving"], **changed)
-    return Engine(
-        name=fields["name"].text(),
-        version=version,
-        provider=fields["provider"].text(),
-        modes=MappingProxyType({Phase(p): Mode(f.choice(Mode)) for p, f in modes.items()}),
-        kernels=MappingProxyType({op: _kernel(f) for op, f in fields["kernels"].pairs().items()}),
-        source=fields["source"].text(),
-        **optional,
-    )
-
-
-_ENGINE_OPTIONS: Mapping[str, Callable[[Field], Any]] = MappingProxyType(
-    {
-        "repeat_kv": lambda field: tuple(Mode(m) for m in field.choices(Mode)),
-        "fusion": lambda field: tuple(item.texts() for item in field.items()),
-        "absorbed": lambda field: tuple(field.choices(OPS)),
-        "collective": Field.text,
-        "tp_replicated": Field.texts,
-        "gather_logits": Field.flag,
-        "moe_dispatch": lambda field: field.choice(("allreduce", "alltoall")),
-        "dp_dispatch": lambda field: tuple(
-            item.choice(("all_gather", "reduce_scatter", "all_to_all")) for item in field.items(2)
-        ),
-        "pipeline_tensors": Field.integer,
-        "ep_replicates": Field.flag,
-        "reserve_bytes": Field.number,
-        "serving": lambda field: _serving(field),
-    }
-)
-"""Optional keys of an engine profile -> how each is read."""
-
-
-def _serving(field: Field) -> Serving:
-    sizes = ("batch_tokens", "offline_batch_tokens", "max_sequences", "block_size")
-    fields = field.mapping((*sizes, "memory_share", "capture_sizes"), ("small",))
-    usual = Serving(
-        batch_tokens=fields["batch_tokens"].integer(),
-        offline_batch_tokens=fields["offline_batch_tokens"].integer(),
-        max_sequences=fields["max_sequences"].integer(),
-        block_size=fields["block_size"].integer(),
-        memory_share=fields["memory_share"].number(),
-        capture_sizes=tuple(
-            sorted({size for item in fields["capture_sizes"].items() for size in _range(item)})
-        ),
-    )
-    if "small" not in fields:
-        return usual
-    limits = fields["small"].mapping(("below_memory_bytes", *sizes[:3]))
-    small = replace(
-        usual,
-        batch_tokens=limits["batch_tokens"].integer(),
-        offline_batch_tokens=limits["offline_batch_tokens"].integer(),
-        max_sequences=limits["max_sequences"].integer(),
-    )
-    return replace(usual, small_memory_bytes=limits["below_memory_bytes"].number(), small=small)
-
-
-def _version(fields: Mapping[str, Field], asked: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """The known version that stands for ``asked``, what is asked for, what changes in serving."""
-    if "versions" not in fields or "serving" not in fields:
-        raise SpecError(f"engine {fields['name'].text()} knows no versions; leave @{asked} out")
-    versions = fields["versions"].pairs()
-    for version in (asked, *versions):
-        if not re.fullmatch(r"\d+(\.\d+){0,3}", version):
-            raise SpecError(
-                f"found version {version!r} of engine {fields['name'].text()}; allowed: numbers "
-                "and dots, e.g. 0.24.0"
-            )
-
-    def numbers(version: str) -> list[int]:
-        parts = [int(n) for n in version.split(".")]
-        return parts + [0] * (4 - len(parts))
-
-    not_newer = [v for v in versions if numbers(v) <= numbers(asked)]
-    chosen = max(not_newer, key=numbers) if not_newer else min(versions, key=numbers)
-    limits = versions[chosen].mapping((), ("batch_tokens", "memory_share"))
-    changed: dict[str, Any] = {}
-    if "batch_tokens" in limits:
-        changed["batch_tokens"] = limits["batch_tokens"].integer()
-    if "memory_share" in limits:
-        changed["memory_share"] = limits["memory_share"].number()
-    is_known = numbers(chosen) == numbers(asked)
-    return chosen, {"asked_version": chosen if is_known else asked}, changed
-
-
-def _range(field: Field) -> range:
-    """``[first, last, step]``, the last included."""
-    bounds = [item.integer() for item in field.items()]
-    if len(bounds) != 3:
-        raise field.expected("[first, last, step]")
-    first, last, step = bounds
-    return range(first, last + 1, step)
-
-
-def _kernel(field: Field) -> Kernel:
-    fields = field.mapping(("kernel", "launches"))
-    return Kernel(kernel=fields["kernel"].text(), launches=fields["launches"].integer())
-
-
-def load_device(name: str) -> Device:
-    """The datasheet of a YAML file, or of a shipped one by any usual spelling (``NVIDIA H200``).
-
-    ``NAME@MODE`` is a device in one of its power modes.
-
-    Raises:
-        SpecError: no such device or mode, or something in the file is wrong.
-    """
-    base, at, mode = name.rpartition("@")
-    if not at or Path(name).is_file():
-        return _device_by_name(name)
-    device, mode = _device_by_name(base), mode.upper()
-    if mode == device.power_mode:
-        return device
-    if mode not in device.modes:
-        known = ", ".join(filter(None, (device.power_mode, *device.modes))) or "none"
-        raise SpecError(
-            f"device {device.name} has no figures for power mode {mode!r}; known: {known}; add it "
-            "under modes of a device file"
-        )
-    return device.modes[mode]
-
-
-def _device_by_name(name: str) -> Device:
-    if Path(name).suffix in (".yaml", ".yml") or Path(name).is_file():
-        return _device(_find(name, "devices"))
-    known = list_resources("devices")
-    wanted = _spelling(name)
-    folder = _resource_dir("devices")
-    if wanted in known:
-        return _device(folder / f"{wanted}.yaml")
-    for stem in known:
-        device = _device(folder / f"{stem}.yaml")
-        if wanted in map(_spelling, (device.name, *device.aliases)):
-            return device
-    raise _unknown(name, "devices", known)
-
-
-def _spelling(name: str) -> str:
-    """What two spellings of one board have in common: no case, blanks, dashes, vendor's name."""
-    return re.sub(r"[^a-z0-9]", "", name.lower()).removeprefix("nvidia")
-
-
-def _device(path: Path) -> Device:
-    fields = _document(
-        _read(path),
-        str(path),
-        "energylens/device/v1",
-        (
-            "memory_bytes",
-            "memory_bandwidth_bytes_s",
-            "l2_bytes",
-            "peak_flops",
-            "sm_count",
-            "clock_max_hz",
-            "power_limit_w",
-            "idle_w",
-        ),
-        ("aliases", "unified_memory", "power_mode", "modes"),
-    )
-    peaks = fields["peak_flops"].mapping((), tuple(BITS))
-    if not peaks:
-        raise fields["peak_flops"].expected(f"at least one of: {', '.join(BITS)}")
-    device = Device(
-        name=fields["name"].text(),
-        aliases=fields["aliases"].texts() if "aliases" in fields else (),
-        memory_bytes=fields["memory_bytes"].number(),
-        memory_bandwidth_bytes_s=fields["memory_bandwidth_bytes_s"].number(),
-        l2_bytes=fields["l2_bytes"].number(),
-        peak_flops=MappingProxyType({dtype: f.number() for dtype, f in peaks.items()}),
-        sm_count=fields["sm_count"].integer(),
-        clock_max_hz=fields["clock_max_hz"].number(),
-        power_limit_w=fields["power_limit_w"].number(),
-        idle_w=fields["idle_w"].number(),
-        source=fields["source"].text(),
-        unified_memory=fields["unified_memory"].flag() if "unified_memory" in fields else False,
-        power_mode=fields["power_mode"].text().upper() if "power_mode" in fields else None,
-    )
-    modes = fields["modes"].pairs() if "modes" in fields else {}
-    if modes and device.power_mode is None:
-        raise fields["modes"].error("key 'power_mode' is missing: which mode are the figures of?")
-    named = {mode.upper(): _in_mode(device, mode.upper(), field) for mode, field in modes.items()}
-    return replace(device, modes=MappingProxyType(named))
-
-
-def _in_mode(device: Device, mode: str, field: Field) -> Device:
-    """The device in another power mode; its peaks go with the clock."""
-    given = field.mapping(("clock_max_hz", "memory_bandwidth_bytes_s", "power_limit_w"))
-    clock_hz = given["clock_max_hz"].number()
-    peaks = {d: peak * clock_hz / device.clock_max_hz for d, peak in device.peak_flops.items()}
-    return replace(
-        device,
-        name=f"{device.name}@{mode}",
-        power_mode=mode,
-        peak_flops=MappingProxyType(peaks),
-        clock_max_hz=clock_hz,
-        memory_bandwidth_bytes_s=given["memory_bandwidth_bytes_s"].number(),
-        power_limit_w=given["power_limit_w"].number(),
-    )
-
-
-def load_cluster(name: str) -> Cluster:
-    """The cluster of a YAML file, or of a shipped one by name, e.g. ``h200x8``.
-
-    Raises:
-        SpecError: no such cluster, or something in the file is wrong.
-    """
-    path = _find(name, "clusters")
-    fields = _document(
-        _read(path), str(path), "energylens/cluster/v1", ("device", "gpus"), ("link",)
-    )
-    gpus = fields["gpus"].integer()
-    if gpus > 1 and "link" not in fields:
-        raise fields["gpus"].error(f"found {gpus} GPUs without a link; add the key 'link'")
-    return Cluster(
-        name=fields["name"].text(),
-        device=fields["device"].text(),
-        gpus=gpus,
-        link=_link(fields["link"]) if "link" in fields else None,
-        source=fields["source"].text(),
-    )
-
-
-_DIRECTIONS = {"bandwidth_gb_s_per_direction": 1.0, "bandwidth_gb_s_bidirectional": 0.5}
-
-
-def _link(field: Field) -> Link:
-    fields = field.mapping(("name", "latency_s"), tuple(_DIRECTIONS))
-    given = [key for key in _DIRECTIONS if key in fields]
-    if len(given) != 1:
-        raise field.error(f"found {len(given)} bandwidths; give one of: {', '.join(_DIRECTIONS)}")
-    bandwidth_gb_s = fields[given[0]].number() * _DIRECTIONS[given[0]]
-    return Link(
-        name=fields["name"].text(),
-        bandwidth_bytes_s=bandwidth_gb_s * BYTES_PER_GB,
-        latency_s=fields["latency_s"].number(),
-    )

@@ -19,7 +19,7 @@ from energylens.cost.regress import GaussianProcess
 from energylens.errors import CalibrationError
 from energylens.graph import Op, make_op
 from energylens.results import BoardAnchor, HostAnchor
-from energylens.spec.load import load_device
+from energylens.spec.machines import load_device
 
 H200 = load_device("h200")
 

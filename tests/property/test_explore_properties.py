@@ -10,7 +10,8 @@ from hypothesis.extra import numpy as hnp
 from energylens.explore import Constraints, SearchSpace, explore, pareto
 from energylens.explore.front import _dominators
 from energylens.predict import Catalogue
-from energylens.results import Frontier, Infeasible
+from energylens.results import Infeasible
+from energylens.results.search import Frontier
 
 CATALOGUE = Catalogue()
 H200, VLLM, LLAMA = (

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from energylens.graph import Op, count_einsum
 from energylens.lower import lower, lower_step, memory, parameters, valid_tp
 from energylens.results import Infeasible, Kind
-from energylens.spec.load import list_resources, load_device, load_engine, load_spec
+from energylens.spec.load import load_spec
+from energylens.spec.machines import load_device, load_engine
 from energylens.spec.model import Spec
+from energylens.spec.resources import list_resources
 from energylens.spec.system import Engine, Mode, Parallelism, Sequences, Step, Workload
 from energylens.units import bytes_per_value
 

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from energylens.graph import Op, count_einsum
 from energylens.lower import Lowered, lower, memory, parameters
 from energylens.results import Infeasible, Kind
-from energylens.spec.load import list_resources, load_device, load_engine, load_spec
+from energylens.spec.load import load_spec
+from energylens.spec.machines import load_device, load_engine
 from energylens.spec.model import Entry, Spec
+from energylens.spec.resources import list_resources
 from energylens.spec.system import Mode, Parallelism, Sequences, Step, Workload
 from energylens.units import bytes_per_value
 

@@ -8,14 +8,7 @@ from hypothesis import strategies as st
 
 from energylens.errors import SpecError
 from energylens.spec.einsum import parse_accesses, parse_einsum
-from energylens.spec.load import (
-    OPS,
-    data_dir,
-    dump_spec,
-    list_resources,
-    load_spec,
-    parse_spec,
-)
+from energylens.spec.load import OPS, dump_spec, load_spec, parse_spec
 from energylens.spec.model import (
     Access,
     Block,
@@ -26,6 +19,7 @@ from energylens.spec.model import (
     Precision,
     Spec,
 )
+from energylens.spec.resources import data_dir, list_resources
 from energylens.units import BITS
 
 names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True)

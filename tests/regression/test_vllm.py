@@ -11,7 +11,8 @@ import pytest
 
 from energylens.anchors import anchors_from_json
 from energylens.predict import Catalogue, predict, predict_measurement
-from energylens.results import Anchors, Infeasible, Measurement, Prediction, ServingResult
+from energylens.results import Anchors, Infeasible, Measurement, Prediction
+from energylens.results.service import ServingResult
 from energylens.serving import Limits, Traffic, serve
 from energylens.spec.system import Phase, Serving, Workload
 from energylens.truth import read_measurements

@@ -15,7 +15,7 @@ import numpy as np
 from energylens.cost.features import prior, shares
 from energylens.graph import Op, make_op
 from energylens.results import Anchors, BoardAnchor, HostAnchor
-from energylens.spec.load import load_device
+from energylens.spec.machines import load_device
 from energylens.store import Provenance, Sample, Store, Trial
 
 H200 = load_device("h200")

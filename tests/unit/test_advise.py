@@ -12,7 +12,8 @@ import energylens
 from energylens.cli import main
 from energylens.errors import SpecError
 from energylens.predict import Catalogue
-from energylens.results import Advice, Change, Infeasible, Prediction
+from energylens.results import Infeasible, Prediction
+from energylens.results.search import Advice, Change
 from energylens.spec.model import Overlap
 from energylens.spec.system import Mode, Phase
 

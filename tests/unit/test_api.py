@@ -17,16 +17,9 @@ from energylens.anchors import anchors_to_json
 from energylens.cli import main
 from energylens.errors import OutOfRangeError, SpecError
 from energylens.predict import Catalogue
-from energylens.results import (
-    Advice,
-    Anchors,
-    BoardAnchor,
-    Frontier,
-    Infeasible,
-    Prediction,
-    Source,
-)
-from energylens.spec.load import data_dir
+from energylens.results import Anchors, BoardAnchor, Infeasible, Prediction, Source
+from energylens.results.search import Advice, Frontier
+from energylens.spec.resources import data_dir
 from energylens.spec.system import Mode, Phase
 
 Capture = pytest.CaptureFixture[str]

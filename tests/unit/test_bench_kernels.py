@@ -9,7 +9,8 @@ from energylens.bench.collectives import COLLECTIVES, collective_ops
 from energylens.bench.kernels import BUILDERS
 from energylens.bench.plan import load_plan
 from energylens.graph import KERNELS
-from energylens.spec.load import data_dir, load_device, load_engine
+from energylens.spec.machines import load_device, load_engine
+from energylens.spec.resources import data_dir
 
 NOT_RUN = {
     "vllm_bmm",

@@ -12,7 +12,8 @@ from energylens.bench.layer import DUTY_CYCLES, duty_points, layer_ops, layer_po
 from energylens.errors import UnsupportedError
 from energylens.graph import Op
 from energylens.lower import lower_step
-from energylens.spec.load import load_engine, load_spec
+from energylens.spec.load import load_spec
+from energylens.spec.machines import load_engine
 from energylens.spec.system import Mode, Parallelism, Step
 
 HF = load_engine("hf")

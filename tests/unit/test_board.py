@@ -4,7 +4,7 @@ import pytest
 
 from energylens.cost.board import Spread, board, typical_anchor, typical_boards
 from energylens.results import BoardAnchor, Cost, Source
-from energylens.spec.load import load_device
+from energylens.spec.machines import load_device
 
 H200 = load_device("h200")
 

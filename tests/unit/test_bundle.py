@@ -19,7 +19,8 @@ from energylens.errors import CalibrationError
 from energylens.graph import KERNELS, make_op
 from energylens.predict import Catalogue
 from energylens.results import Source
-from energylens.spec.load import data_dir, load_device, load_engine
+from energylens.spec.machines import load_device, load_engine
+from energylens.spec.resources import data_dir
 
 SHIPPED = data_dir("calibration") / "bundles" / "h200" / "torch.json"
 H200 = load_device("h200")

@@ -287,7 +287,7 @@ def test_a_board_without_a_datasheet_is_named(lab):
 
 
 def test_a_datasheet_can_be_brought_along(lab, tmp_path):
-    from energylens.spec.load import data_dir
+    from energylens.spec.resources import data_dir
 
     text = (data_dir("specs") / "devices" / "h200.yaml").read_text()
     text = text.replace("name: h200", "name: z9000").replace(

@@ -27,7 +27,8 @@ from energylens.errors import CalibrationError, MeterError, UnsupportedError
 from energylens.fit.samples import gather
 from energylens.meter.jetson import JetsonMeter
 from energylens.predict import machine
-from energylens.spec.load import data_dir, load_device
+from energylens.spec.machines import load_device
+from energylens.spec.resources import data_dir
 from energylens.store import Store, board_hash
 
 PLAN = """\

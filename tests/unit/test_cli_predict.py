@@ -12,7 +12,7 @@ import pytest
 from command import Capture, error_of, run_json
 
 from energylens.cli import main
-from energylens.spec.load import data_dir
+from energylens.spec.resources import data_dir
 
 MODEL = ("predict", "llama3_8b", "--engine", "hf")
 

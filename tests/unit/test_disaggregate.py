@@ -10,7 +10,8 @@ from energylens.cli import main
 from energylens.errors import SpecError
 from energylens.explore import Constraints, Prices, SearchSpace, explore
 from energylens.predict import Catalogue, predict
-from energylens.results import Frontier, Infeasible, Prediction, ScoredConfig
+from energylens.results import Infeasible, Prediction
+from energylens.results.search import Frontier, ScoredConfig
 from energylens.spec.system import Config, Parallelism, Phase, Workload
 
 pytestmark = pytest.mark.usefixtures("no_debug")

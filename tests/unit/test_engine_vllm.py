@@ -13,7 +13,7 @@ from energylens.graph import SPLIT_TOKENS
 from energylens.lower import lower_step
 from energylens.predict import Catalogue, predict
 from energylens.results import Anchors, HostAnchor, Kind, Prediction
-from energylens.spec.load import load_engine
+from energylens.spec.machines import load_engine
 from energylens.spec.system import (
     Config,
     Engine,

@@ -27,8 +27,9 @@ from energylens.explore.front import exact_values
 from energylens.predict import Catalogue, predict
 from energylens.report.frontier import frontier_plot
 from energylens.report.launch import commands, launch_command
-from energylens.results import Frontier, Infeasible, Prediction
-from energylens.spec.load import data_dir
+from energylens.results import Infeasible, Prediction
+from energylens.results.search import Frontier
+from energylens.spec.resources import data_dir
 from energylens.spec.system import Config, Parallelism, Workload
 
 pytestmark = pytest.mark.usefixtures("no_debug")

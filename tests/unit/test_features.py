@@ -21,7 +21,8 @@ from energylens.cost.features import (
 )
 from energylens.graph import KERNELS, Op, make_op
 from energylens.lower import lower_step
-from energylens.spec.load import load_device, load_engine, load_spec
+from energylens.spec.load import load_spec
+from energylens.spec.machines import load_device, load_engine
 from energylens.spec.system import Mode, Parallelism, Sequences, Step
 
 H200 = load_device("h200")

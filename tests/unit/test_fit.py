@@ -49,7 +49,7 @@ from energylens.errors import CalibrationError
 from energylens.fit import FitReport, fit_bundle, load_published, mix_errors
 from energylens.graph import Op, make_op
 from energylens.schedule import Constants, Worker, kernel_result
-from energylens.spec.load import data_dir
+from energylens.spec.resources import data_dir
 from energylens.store import Sample
 
 for _module in ("sklearn", "scipy", "pandas", "threadpoolctl"):

@@ -36,7 +36,7 @@ from energylens.errors import CalibrationError
 from energylens.fit import fit_bundle
 from energylens.fit.host import pool_expert_layers, standard_errors
 from energylens.graph import KERNELS, Op, make_op
-from energylens.spec.load import load_engine
+from energylens.spec.machines import load_engine
 from energylens.store import Sample
 
 for _module in ("sklearn", "scipy", "pandas", "threadpoolctl"):

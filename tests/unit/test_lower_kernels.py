@@ -10,7 +10,8 @@ from energylens.errors import SpecError, UnsupportedError
 from energylens.graph import Op
 from energylens.lower import lower, lower_step
 from energylens.results import Infeasible
-from energylens.spec.load import load_engine, load_spec
+from energylens.spec.load import load_spec
+from energylens.spec.machines import load_engine
 from energylens.spec.model import Fusion, Precision, Spec
 from energylens.spec.system import Engine, Kernel, Mode, Parallelism, Sequences, Step
 

@@ -8,7 +8,8 @@ import pytest
 
 from energylens.lower import lower, memory, parameters
 from energylens.results import Memory
-from energylens.spec.load import load_device, load_engine, load_spec
+from energylens.spec.load import load_spec
+from energylens.spec.machines import load_device, load_engine
 from energylens.spec.model import Block, Precision, Spec
 from energylens.spec.system import Mode, Parallelism, Phase, Workload
 

@@ -10,7 +10,8 @@ import pytest
 from energylens.errors import SpecError, UnsupportedError
 from energylens.graph import Op
 from energylens.lower import Lowered, lower, memory
-from energylens.spec.load import load_device, load_engine, load_spec, parse_spec
+from energylens.spec.load import load_spec, parse_spec
+from energylens.spec.machines import load_device, load_engine
 from energylens.spec.model import Spec
 from energylens.spec.system import Engine, Mode, Parallelism, Sequences, Step, Workload
 

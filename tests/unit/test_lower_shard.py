@@ -10,7 +10,8 @@ from energylens.errors import SpecError
 from energylens.graph import Op
 from energylens.lower import lower_step, valid_tp
 from energylens.results import Infeasible
-from energylens.spec.load import load_engine, load_spec
+from energylens.spec.load import load_spec
+from energylens.spec.machines import load_engine
 from energylens.spec.model import Spec
 from energylens.spec.system import Mode, Parallelism, Step
 

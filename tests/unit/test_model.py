@@ -15,7 +15,7 @@ from energylens.cost.regress import GaussianProcess
 from energylens.cost.roofline import roofline
 from energylens.graph import Op, make_op
 from energylens.results import Source
-from energylens.spec.load import load_device
+from energylens.spec.machines import load_device
 from energylens.spec.system import Link
 
 H200 = load_device("h200")

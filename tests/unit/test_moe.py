@@ -16,15 +16,9 @@ from energylens.errors import SpecError
 from energylens.graph import Op
 from energylens.lower import Lowered, lower, memory, parameters
 from energylens.predict import Catalogue, predict
-from energylens.results import (
-    Anchors,
-    BoardAnchor,
-    Infeasible,
-    Memory,
-    PhaseResult,
-    Prediction,
-)
-from energylens.spec.load import data_dir, load_spec
+from energylens.results import Anchors, BoardAnchor, Infeasible, Memory, PhaseResult, Prediction
+from energylens.spec.load import load_spec
+from energylens.spec.resources import data_dir
 from energylens.spec.system import Config, Mode, Parallelism, Phase, Step, Workload
 
 CATALOGUE = Catalogue()

@@ -17,7 +17,7 @@ import energylens
 from energylens.cli import main
 from energylens.explore import OBJECTIVES
 from energylens.report import frontier_page
-from energylens.results import Frontier
+from energylens.results.search import Frontier
 
 pytestmark = pytest.mark.usefixtures("no_debug")
 

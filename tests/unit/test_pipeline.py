@@ -19,15 +19,7 @@ from energylens.lower.stages import partition
 from energylens.machine import StepSums, machine
 from energylens.pipeline import Waiting, makespan, period, pipelined
 from energylens.predict import Catalogue, microbatches, predict
-from energylens.results import (
-    Anchors,
-    BoardAnchor,
-    Infeasible,
-    Interval,
-    Kind,
-    Prediction,
-    Source,
-)
+from energylens.results import Anchors, BoardAnchor, Infeasible, Interval, Kind, Prediction, Source
 from energylens.schedule import Part, StepResult
 from energylens.spec.model import Spec
 from energylens.spec.system import Config, Mode, Parallelism, Step, Workload

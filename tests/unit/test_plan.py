@@ -18,7 +18,9 @@ from energylens.bench.plan import (
 from energylens.errors import SpecError, UnsupportedError
 from energylens.graph import make_op
 from energylens.lower import lower_step
-from energylens.spec.load import data_dir, load_device, load_engine, load_spec
+from energylens.spec.load import load_spec
+from energylens.spec.machines import load_device, load_engine
+from energylens.spec.resources import data_dir
 from energylens.spec.system import Mode, Parallelism, Step
 
 DEVICE = load_device("h200")

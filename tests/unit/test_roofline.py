@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from energylens.cost.roofline import BUS_FACTOR, LINK_EFFICIENCY, roofline
 from energylens.graph import KERNELS, make_op
 from energylens.results import Source
-from energylens.spec.load import load_device
+from energylens.spec.machines import load_device
 from energylens.spec.system import Link
 
 H200 = load_device("h200")

@@ -15,7 +15,8 @@ from energylens.errors import OutOfRangeError, SpecError
 from energylens.lower import Lowered, lower
 from energylens.machine import Machine, StepSums
 from energylens.predict import Catalogue
-from energylens.results import Infeasible, ServingResult
+from energylens.results import Infeasible
+from energylens.results.service import ServingResult
 from energylens.serving import (
     Limits,
     PriceTable,

@@ -14,8 +14,9 @@ from energylens.cli import main
 from energylens.errors import SpecError
 from energylens.lower import parameters
 from energylens.spec.hf import import_spec
-from energylens.spec.load import list_resources, load_spec, parse_spec
+from energylens.spec.load import load_spec, parse_spec
 from energylens.spec.model import Spec
+from energylens.spec.resources import list_resources
 
 CONFIGS = Path(__file__).resolve().parents[1] / "data" / "configs"
 

@@ -6,16 +6,9 @@ from pathlib import Path
 import pytest
 
 from energylens.errors import SpecError
-from energylens.spec.load import (
-    data_dir,
-    dump_spec,
-    list_resources,
-    load_cluster,
-    load_device,
-    load_engine,
-    load_spec,
-    parse_spec,
-)
+from energylens.spec.load import dump_spec, load_spec, parse_spec
+from energylens.spec.machines import load_cluster, load_device, load_engine
+from energylens.spec.resources import data_dir, list_resources
 
 SPEC = """\
 schema: energylens/spec/v1

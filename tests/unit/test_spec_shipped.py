@@ -7,14 +7,10 @@ import math
 import pytest
 
 from energylens.graph import KERNELS, count_einsum
-from energylens.spec.load import (
-    list_resources,
-    load_cluster,
-    load_device,
-    load_engine,
-    load_spec,
-)
+from energylens.spec.load import load_spec
+from energylens.spec.machines import load_cluster, load_device, load_engine
 from energylens.spec.model import STEP_RANKS, Spec
+from energylens.spec.resources import list_resources
 from energylens.spec.system import Mode, Phase
 
 # fmt: off

@@ -133,7 +133,7 @@ def test_what_is_there_is_not_done_again(grid: Path, tmp_path: Path) -> None:
 
 
 def test_an_edited_model_is_another_cell(tmp_path: Path) -> None:
-    from energylens.spec.load import data_dir
+    from energylens.spec.resources import data_dir
 
     spec, out = tmp_path / "own.yaml", tmp_path / "a.jsonl"
     text = (data_dir("specs") / "llama3_2_1b.yaml").read_text(encoding="utf-8")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from energylens.spec.load import load_engine
+from energylens.spec.machines import load_engine
 from energylens.spec.system import Mode, Sequences, Serving, Step, chunked
 
 VLLM = load_engine("vllm").serving

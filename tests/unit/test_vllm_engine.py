@@ -17,7 +17,8 @@ from energylens.bench.vllm_engine import HOST_STEPS, WHOLE_STEPS, shrunk
 from energylens.cost.features import step_shape
 from energylens.graph import SPLIT_TOKENS
 from energylens.lower import lower_step
-from energylens.spec.load import load_engine, load_spec
+from energylens.spec.load import load_spec
+from energylens.spec.machines import load_engine
 from energylens.spec.system import Mode, Parallelism, Step
 
 ROOT = Path(__file__).resolve().parents[2]

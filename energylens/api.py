@@ -14,12 +14,15 @@ the result is an `Infeasible` with the reason, whose ``rows`` say so.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import wraps
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+from threadpoolctl import threadpool_limits
 
 from energylens.anchors import load_anchors
 from energylens.cost.bundle import Bundle
@@ -46,6 +49,24 @@ __all__ = ["Setting", "advise", "explore", "parallelism", "predict", "setting", 
 
 Named = str | Path
 """By name, or a file."""
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _with_one_blas_thread(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """The same without BLAS threads, which the caller's own work keeps.
+
+    The matrices here have a few hundred rows: a second thread only spins, and on a loaded machine
+    a search took four times as long.
+    """
+
+    @wraps(function)
+    def limited(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with threadpool_limits(1, user_api="blas"):
+            return function(*args, **kwargs)
+
+    return limited
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -132,6 +153,7 @@ def parallelism(
     return made
 
 
+@_with_one_blas_thread
 def predict(
     spec: Named | Spec,
     *,
@@ -230,6 +252,7 @@ def predict(
     )
 
 
+@_with_one_blas_thread
 def explore(
     spec: Named | Spec,
     *,
@@ -381,6 +404,7 @@ def _of_device(anchors: Anchors | None, device: Device) -> Anchors | None:
     return replace(anchors, boards=tuple(b for b in anchors.boards if b.device == device.name))
 
 
+@_with_one_blas_thread
 def advise(
     spec: Named | Spec,
     *,
@@ -454,6 +478,7 @@ def advise(
     )
 
 
+@_with_one_blas_thread
 def validate(
     truth: Named | Sequence[Named | Measurement],
     *,

@@ -15,7 +15,7 @@ from energylens.cost.features import StepShape, step_shape
 from energylens.cost.model import CostModelSet, Key
 from energylens.graph import SPLIT_TOKENS, Op
 from energylens.lower import Experts, Lowered
-from energylens.lower.kernels import Item
+from energylens.lower.items import Item
 from energylens.pipeline import Waiting
 from energylens.results import Anchors, Cost, HostAnchor, Kind, Source
 from energylens.schedule import (

@@ -5,7 +5,8 @@ one kernel, which collectives follow); `Lowered.ops` then sizes the kernels for 
 `lower_step` does both, `lower_stages` the first part for each stage of a pipeline.
 """
 
-from energylens.lower.kernels import Experts, Lowered, lower, lower_step
+from energylens.lower.items import Experts
+from energylens.lower.kernels import Lowered, lower, lower_step
 from energylens.lower.memory import cache_bytes, fullest, memory, parameters
 from energylens.lower.shard import valid_tp
 from energylens.lower.stages import lower_stages, staged

@@ -5,25 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Protocol
 
 from energylens.errors import SpecError, UnsupportedError
 from energylens.graph import EinsumCount, Op, count_einsum
-from energylens.lower.fuse import Group, engine_op, groups
+from energylens.lower.fuse import Group, groups
+from energylens.lower.items import Attention, Experts, Item, Prepare, Rowwise
 from energylens.lower.latent import Latent, latent_attention
-from energylens.lower.routing import Routing, WorkerLoad, make_routing, worker_loads
+from energylens.lower.routing import Routing, make_routing
 from energylens.lower.shard import Sharding, entry_ranks, product, shard
 from energylens.results import Infeasible
 from energylens.spec.model import STEP_RANKS, Access, Block, Einsum, Entry, Spec
-from energylens.spec.system import Engine, Mode, Parallelism, Sequences, Step
-
-
-class Item(Protocol):
-    """Part of a lowered model that becomes ops once the step is known."""
-
-    def ops(self, engine: Engine, step: Step, worker: int) -> Iterator[Op]:
-        """The ops of one step on one worker, the one with the most to do being the first."""
-        ...
+from energylens.spec.system import Engine, Parallelism, Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,201 +166,6 @@ def _routing(spec: Spec, asked: str | None) -> Routing | None:
     return make_routing(annotation, spec.ranks[spec.moe["rank"]], spec.moe["topk"])
 
 
-# ---------------------------------------------------------------- items
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rowwise:
-    """A kernel whose work grows with the rows of the step.
-
-    Attributes:
-        per: step rank that makes the rows: ``s`` (all new tokens, padded to the next captured size
-            where the engine does that), ``b`` (sequences), ``""`` (one).
-        scaled: sizes per row; fixed: sizes that do not depend on the step.
-    """
-
-    name: str
-    key: str
-    dtype: str
-    count: int
-    per: str
-    scaled: Mapping[str, float]
-    fixed: Mapping[str, float]
-
-    def ops(self, engine: Engine, step: Step, worker: int) -> Iterator[Op]:
-        tokens = _padded_tokens(engine, step)
-        rows = {"s": tokens, "b": step.batch, "": 1}[self.per]
-        sizes = dict(self.fixed)
-        for dim, per_row in self.scaled.items():
-            sizes[dim] = rows * per_row
-        if len({s.new for s in step.sequences}) == 1 and tokens == step.tokens:
-            sizes["batch"], sizes["new"] = step.batch, step.sequences[0].new
-        else:  # a mixed or padded step: all tokens as one sequence
-            sizes["batch"], sizes["new"] = 1, tokens
-        name, dtype, count = self.name, self.dtype, self.count
-        yield engine_op(engine, step.mode, self.key, sizes, name=name, dtype=dtype, count=count)
-
-
-@lru_cache(maxsize=256)
-def moved(kind: str, dtype: str, values: float, workers: int, count: int) -> Item:
-    """``count`` tensors of so many values a token that go between the stages of a pipeline."""
-    return _Rowwise(
-        name=f"stage_{kind}",
-        key=kind,
-        dtype=dtype,
-        count=count,
-        per="s",
-        scaled={"values": values},
-        fixed={"workers": workers},
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Attention:
-    """Causal attention and what is done to the cache before it, per group of sequences.
-
-    With a ``window``, a token sees no more than so many tokens.
-    """
-
-    name: str
-    kernel: str | None
-    dtype: str
-    count: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    cached: bool
-    window: int | None
-
-    def ops(self, engine: Engine, step: Step, worker: int) -> Iterator[Op]:
-        for group in step.sequences:
-            yield from self._group(engine, step.mode, group)
-
-    def _group(self, engine: Engine, mode: Mode, group: Sequences) -> Iterator[Op]:
-        def op(key: str, name: str, kv_heads: int) -> Op:
-            sizes = {
-                "batch": group.count,
-                "new": group.new,
-                "context": group.context,
-                "q_heads": self.q_heads,
-                "kv_heads": kv_heads,
-                "head_dim": self.head_dim,
-                "rows": group.count * group.new,
-                "width": kv_heads * self.head_dim,
-            }
-            if self.window is not None:
-                sizes["window"] = self.window
-            return engine_op(
-                engine, mode, key, sizes, name=name, dtype=self.dtype, count=self.count
-            )
-
-        decode = group.new == 1
-        kv_heads = self.kv_heads
-        if self.cached and "kv_append" in engine.kernels:
-            yield op("kv_append", "kv_append", kv_heads)
-        if decode and mode in engine.repeat_kv and kv_heads < self.q_heads:
-            yield op("repeat_kv", "repeat_kv", kv_heads)
-            kv_heads = self.q_heads
-        key = "attention" if self.window is None else "window"
-        key = f"{key}_decode" if decode else f"{key}_prefill"
-        yield op(self.kernel or key, self.name, kv_heads)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
-    """The experts of a layer, from the router's logits (or, by the engine, its input) to the sum.
-
-    Attributes:
-        rank: of the experts in the spec.
-        routing, topk: how tokens choose.
-        ways: workers over which whole experts are spread.
-        redundant: experts that are held twice.
-        workers, dp: that the experts are spread over or sliced between; parts of the batch.
-        width, hidden: of a token, and of one expert's slice on a worker.
-    """
-
-    name: str
-    dtype: str
-    count: int
-    rank: str
-    routing: Routing
-    topk: int
-    ways: int
-    redundant: int
-    workers: int
-    dp: int
-    width: int
-    hidden: int
-
-    def loads(self, engine: Engine, step: Step) -> tuple[WorkerLoad, ...]:
-        """Expected load of each group of workers in their ``step``, the fullest first."""
-        tokens = self.dp * _padded_tokens(engine, step)
-        return worker_loads(self.routing, self.topk, tokens, self.ways, self.redundant)
-
-    def ops(self, engine: Engine, step: Step, worker: int) -> Iterator[Op]:
-        """One kernel with the worker's load, between the collectives of data parallelism."""
-        loads = self.loads(engine, step)
-        load = loads[worker % len(loads)]
-        tokens = self.dp * _padded_tokens(engine, step)
-        sizes: dict[str, float] = {
-            "tokens": tokens,
-            "topk": self.topk,
-            "experts": load.experts,
-            "rows": load.rows,
-            "active": load.active,
-            "largest": load.largest,
-            "width": self.width,
-            "hidden": self.hidden,
-        }
-        dtype, count = self.dtype, self.count
-
-        def op(key: str, name: str, sizes: Mapping[str, float]) -> Op:
-            return engine_op(engine, step.mode, key, sizes, name=name, dtype=dtype, count=count)
-
-        def moved(kind: str) -> Mapping[str, float]:
-            # Everyone gets all tokens, or each pair goes to where its expert is.
-            pairs = tokens // self.dp * self.topk if kind == "all_to_all" else tokens
-            return {"values": pairs * self.width, "workers": self.workers}
-
-        if self.dp > 1:
-            there = engine.dp_dispatch[0]
-            yield op(there, f"dispatch_{there}", moved(there))
-        yield op("moe", self.name, sizes)
-        if self.dp > 1:
-            back = engine.dp_dispatch[1]
-            yield op(back, f"combine_{back}", moved(back))
-
-
-def _padded_tokens(engine: Engine, step: Step) -> int:
-    """Rows of a step's token-wise kernels: its new tokens, or those of the next captured graph."""
-    if step.mode is Mode.SERVING and engine.serving is not None:
-        return engine.serving.padded(step.tokens)
-    return step.tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Prepare:
-    """What a step prepares once for all layers."""
-
-    dtype: str
-    head_dim: int
-
-    def ops(self, engine: Engine, step: Step, worker: int) -> Iterator[Op]:
-        group = step.sequences[0]
-        sizes = {
-            "batch": group.count,
-            "new": group.new,
-            "context": group.context,
-            "head_dim": self.head_dim,
-        }
-        yield engine_op(
-            engine, step.mode, "prepare", sizes, name="prepare", dtype=self.dtype, count=1
-        )
-
-
-# ---------------------------------------------------------------- the pass
-
-
 @lru_cache(maxsize=4096)
 def _count(einsum: Einsum, sizes: tuple[tuple[str, int], ...]) -> EinsumCount:
     return count_einsum(einsum, dict(sizes))
@@ -412,7 +209,7 @@ class _Lowering:
         # By tensor. Named ops name no output: what no einsum wrote is as the last entry was.
         self._is_split: dict[str, bool] = {}
         self._was_split = True
-        self._partial: dict[str, _Rowwise] = {}  # by tensor: the all-reduce that it needs
+        self._partial: dict[str, Rowwise] = {}  # by tensor: the all-reduce that it needs
         einsums = [e for b in spec.blocks for e in b.cascade if e.einsum is not None]
         self._logits = einsums[-1] if einsums else None
 
@@ -428,10 +225,10 @@ class _Lowering:
                     self._leave(entry, block, split)
             self._reduce(*self._partial)
             blocks += [index] * (len(self._items) - len(blocks))
-        attention = next((i for i in self._items if isinstance(i, _Attention)), None)
+        attention = next((i for i in self._items if isinstance(i, Attention)), None)
         if attention is not None and "prepare" in self._engine.kernels:
             dtype = self._spec.precision.activations
-            self._items.insert(0, _Prepare(dtype=dtype, head_dim=attention.head_dim))
+            self._items.insert(0, Prepare(dtype=dtype, head_dim=attention.head_dim))
             blocks.insert(0, None)
         return tuple(self._items), tuple(blocks)
 
@@ -505,8 +302,8 @@ class _Lowering:
         s = self._sharding
         return {r: n * s.ways.get(r, 1) for r, n in s.local.items()}
 
-    def _collective(self, kind: str, name: str, per: str, values: float, block: Block) -> _Rowwise:
-        return _Rowwise(
+    def _collective(self, kind: str, name: str, per: str, values: float, block: Block) -> Rowwise:
+        return Rowwise(
             name=f"{name}_{kind}",
             key=kind,
             dtype=self._spec.precision.activations,
@@ -542,7 +339,7 @@ class _Lowering:
                 "contractions and named ops in one; take them apart in `fusion`"
             )
 
-    def _gemm(self, group: Group, block: Block, splits: Sequence[bool]) -> _Rowwise:
+    def _gemm(self, group: Group, block: Block, splits: Sequence[bool]) -> Rowwise:
         """Contractions of one input with one weight each, side by side as one GEMM."""
         n, shared, stored = 0.0, set(), {self._spec.stored(e) for e in group.members}
         for entry, split in zip(group.members, splits, strict=True):
@@ -562,7 +359,7 @@ class _Lowering:
                 "inputs or are stored differently; take them apart in `fusion`"
             )
         ((_, m, k),), (dtype,) = shared, stored
-        return _Rowwise(
+        return Rowwise(
             name=group.name,
             key=self._hint(group) or "einsum",
             dtype=dtype,
@@ -598,12 +395,12 @@ class _Lowering:
             hidden=product((r for r in down.reduced if r != moe["rank"]), sizes),
         )
 
-    def _named(self, group: Group, block: Block, splits: Sequence[bool]) -> _Rowwise:
+    def _named(self, group: Group, block: Block, splits: Sequence[bool]) -> Rowwise:
         """Named ops over the rows of their first input; heads are counted from the first two."""
         entry, sizes = group.members[-1], self._sharding.sizes(splits[-1])
         width = self._width_rank(entry)
         heads = [product((r for r in a.ranks if r != width), sizes) for a in _activations(entry)]
-        return _Rowwise(
+        return Rowwise(
             name=group.name,
             key=self._hint(group) or "+".join(e.op for e in group.members if e.op),
             dtype=self._spec.precision.activations,
@@ -625,10 +422,10 @@ class _Lowering:
             raise SpecError(f"{self._spec.name}: {entry.name!r} reads nothing with ranks; add `in`")
         return accesses[0].ranks[-1]
 
-    def _attention(self, group: Group, block: Block, split: bool) -> _Attention | Latent:
+    def _attention(self, group: Group, block: Block, split: bool) -> Attention | Latent:
         """Scores, softmax and context as one kernel."""
         name = "attention" if block.window is None else "window_attention"
-        before = [i for i in self._items if isinstance(i, _Attention | Latent)]
+        before = [i for i in self._items if isinstance(i, Attention | Latent)]
         if any(i.name == name and i.count == block.repeat for i in before):
             name = f"{block.name}_{name}"  # see `step_shape`: a step is known by its attention
         scores = group.members[0]
@@ -658,7 +455,7 @@ class _Lowering:
                 f"{self._spec.name}: the cache holds {cached_values} values per token and layer; "
                 f"there are kernels only for keys and values of {kv_heads} x {head_dim} each"
             )
-        return _Attention(
+        return Attention(
             name=name,
             window=block.window,
             kernel=self._hint(group),

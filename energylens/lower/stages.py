@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from energylens.lower.kernels import Lowered, lower, moved
+from energylens.lower.items import moved
+from energylens.lower.kernels import Lowered, lower
 from energylens.lower.shard import entry_ranks, product
 from energylens.results import Infeasible
 from energylens.spec.model import Block, Spec

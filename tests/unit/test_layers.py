@@ -77,6 +77,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "pipeline": {"numpy"},
     "machine": {"numpy"},
     "predict": {"numpy"},
+    "api": {"threadpoolctl"},
     "explore": {"numpy"},
     "serving": {"numpy"},
     "validate": {"numpy"},

@@ -26,7 +26,7 @@ def commands(
     numbers again; ``bench``, against the launched server, and ``profile`` measure what they are in
     truth.
     """
-    serves = f.engine == "vllm"
+    serves = f.engine == "vllm" and _made_on_loading(f)
     limit = {} if f.power_limit_w is None else {"power_limit": _power_limit(f.power_limit_w)}
     if config.prefill is not None:
         return limit | _disaggregated(f, config, config.prefill, predict_command)
@@ -94,7 +94,7 @@ def _disaggregated(
 def launch_command(f: Frontier, config: ScoredConfig) -> str | None:
     """The command that starts one replica of a configuration; None where the engine has none."""
     p, pool = config.parallelism, config.pool
-    if f.engine != "vllm" or p.ep not in (1, p.workers):
+    if f.engine != "vllm" or p.ep not in (1, p.workers) or not _made_on_loading(f):
         return None
     options = [f"--tensor-parallel-size {p.tp}"]
     if p.pp > 1:
@@ -111,14 +111,19 @@ def launch_command(f: Frontier, config: ScoredConfig) -> str | None:
     if pool.batch_tokens:
         options.append(f"--max-num-batched-tokens {pool.batch_tokens}")
     options.append(f"--max-model-len {f.prompt_len + f.gen_len}")
-    options += _stored(f)
+    options += _stored(f, fp8_cache="fp8")
     return f"vllm serve {_model(f)} {' '.join(options)}"
 
 
-def _stored(f: Frontier) -> list[str]:
-    """Options of vLLM and SGLang for what is not stored as the checkpoint is."""
-    names = {"weights": "--quantization", "kv_cache": "--kv-cache-dtype"}
-    return [f"{names[role]} {dtype}" for role, dtype in f.precision.items()]
+def _made_on_loading(f: Frontier) -> bool:
+    """Whether servers make what is asked for out of the checkpoint; else they need another one."""
+    return set(f.precision.values()) <= {"fp8"}
+
+
+def _stored(f: Frontier, *, fp8_cache: str) -> list[str]:
+    """Options of vLLM and SGLang, which name caches differently, for what is stored in FP8."""
+    options = {"weights": "--quantization fp8", "kv_cache": f"--kv-cache-dtype {fp8_cache}"}
+    return [options[role] for role in f.precision]
 
 
 def _power_limit(limit_w: float) -> str:
@@ -128,6 +133,9 @@ def _power_limit(limit_w: float) -> str:
 def _no_launch(f: Frontier) -> str:
     if f.engine != "vllm":
         return f"no server of engine {f.engine} is known"
+    if not _made_on_loading(f):
+        stored = ", ".join(f"{role} in {dtype}" for role, dtype in f.precision.items())
+        return f"none, vllm does not make {stored} of this checkpoint"
     return "none, vllm spreads experts over all workers or over none"
 
 
@@ -146,7 +154,7 @@ def _sglang(f: Frontier, config: ScoredConfig) -> str:
     if pool.batch_tokens:
         options.append(f"--chunked-prefill-size {pool.batch_tokens}")
     options.append(f"--context-length {f.prompt_len + f.gen_len}")
-    options += _stored(f)
+    options += _stored(f, fp8_cache="fp8_e4m3")
     return f"python -m sglang.launch_server --model-path {_model(f)} {' '.join(options)}"
 
 

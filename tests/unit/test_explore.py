@@ -765,12 +765,17 @@ def test_a_search_in_another_precision_launches_and_checks_it(
     words = ["--precision", "weights=fp8,kv_cache=fp8", "--json"]
     assert main([*SMALL, *words]) == 0
     pick = json.loads(capsys.readouterr().out)["picks"][0]
-    assert "--quantization fp8 --kv-cache-dtype fp8" in pick["launch"]
+    assert pick["launch"].endswith("--quantization fp8 --kv-cache-dtype fp8")
+    assert "--quantization fp8 --kv-cache-dtype fp8_e4m3" in pick["sglang"]
     assert pick["trtllm"] is pick["profile"] is None
     assert "--precision weights=fp8,kv_cache=fp8" in pick["predict"]
     check = shlex.split(pick["predict"])[1:]
     assert main([*check, "--json"]) == 0
     assert "no kernel was calibrated with weights in fp8" in capsys.readouterr().out
+    assert main([*SMALL, "--precision", "weights=int4"]) == 0  # takes a checkpoint of its own
+    out = capsys.readouterr().out
+    assert "launch: none, vllm does not make weights in int4 of this checkpoint" in out
+    assert "sglang" not in out
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,8 @@ def import_spec(
     from energylens.spec.hf import import_spec
     from energylens.spec.load import dump_spec
 
+    if not model.exists():
+        raise SpecError(f"{model}: no such file or folder; give a config.json or what holds it")
     check_output("--out", out, (".yaml", ".yml"))
     folder = model if model.is_dir() else model.parent
     spec = import_spec(model, _name(folder.resolve().name) if name is None else name)

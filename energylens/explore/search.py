@@ -511,7 +511,7 @@ class Search:
         parallelism = table.parallelism[table.layout[row]]
         return (
             f"none of {len(table.batch)} configurations of {self.spec.name} meets the constraints; "
-            f"the closest is {parallelism.layout} with {parallelism.replicas} replicas at batch "
+            f"the closest is {parallelism.layout}, replicas={parallelism.replicas} at batch "
             f"{table.batch[row]}, which misses {' and '.join(missed)}"
         )
 

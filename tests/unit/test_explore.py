@@ -242,7 +242,7 @@ def test_nothing_that_meets_names_the_closest_and_what_it_misses() -> None:
     space = SearchSpace(batches=(1, 8))
     result = search(space=space, constraints=Constraints(max_tpot_s=1e-4, max_power_w=9e3))
     assert isinstance(result, Infeasible)
-    assert "the closest is tp=2, ep=1, dp=1 with 1 replicas at batch 1" in result.reason
+    assert "the closest is tp=2, ep=1, dp=1, replicas=1 at batch 1" in result.reason
     assert "misses --max-tpot-ms 0.1 with " in result.reason
     assert "--max-w" not in result.reason
 

@@ -231,6 +231,7 @@ def test_without_a_file_the_spec_is_all_of_stdout(tmp_path: Path, capsys: Captur
 
 
 def test_what_cannot_be_imported_is_one_line(tmp_path: Path, capsys: Capture) -> None:
+    assert "no such file or folder" in error_of(capsys, "import", "/nowhere")
     assert "cannot be read as a Hugging Face config" in error_of(capsys, "import", str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "bert"}', encoding="utf-8")
     assert "found 'bert'; allowed: llama" in error_of(capsys, "import", str(tmp_path))

@@ -159,7 +159,7 @@ def predict(
         source=max(r.source for r, _ in results.values()),
         bundles=(bundle.ref,) if bundle else (),
         anchors=anchors,
-        notes=_notes(spec, bundle, device, engine, anchors, parallelism, priced),
+        notes=_notes(spec, bundle, device, engine, anchors, parallelism, priced, workload),
         routing=run.experts.routing.name if run.experts else None,
         imbalance=MappingProxyType(
             {str(p): i for p in phases if (i := run.imbalance(p)) is not None}
@@ -175,6 +175,7 @@ def _notes(
     anchors: Anchors | None,
     parallelism: Parallelism,
     priced: Machine,
+    workload: Workload,
 ) -> tuple[str, ...]:
     notes: list[str] = []
     workers = parallelism.replica_gpus
@@ -192,6 +193,12 @@ def _notes(
             f"{measured or 'no version'}"
         )
     notes += _anchor_notes(bundle, anchors, parallelism)
+    longest = max(workload.prompt_len + workload.gen_len, workload.context_len or 0)
+    if spec.context is not None and longest > spec.context:
+        notes.append(
+            f"sequences of {longest:g} tokens: {spec.name} is made for {spec.context}, and servers "
+            "refuse more"
+        )
     if spec.overlap:
         notes.append("overlap of the spec is not priced: collectives and compute take turns")
     if parallelism.pp > 1:

@@ -44,6 +44,8 @@ def import_spec(path: Path, name: str) -> Spec:
     config = _Config(replace(root, value={**_DEFAULTS.get(model_type, {}), **root.value}))
     described = _MODELS[model_type](config)
     text = described.document(name, config.source(file))
+    if config.has("max_position_embeddings"):
+        text["context"] = config.size("max_position_embeddings")
     return parse_spec(dump_yaml(text), path=str(file))
 
 

@@ -69,7 +69,7 @@ def parse_spec(text: str, *, path: str = "") -> Spec:
         path or "<text>",
         "energylens/spec/v1",
         ("ranks", "blocks"),
-        ("precision", "parallelism", "fusion", "overlap", "moe", "notes"),
+        ("context", "precision", "parallelism", "fusion", "overlap", "moe", "notes"),
     )
     ranks = {name: field.integer() for name, field in fields["ranks"].pairs().items()}
     for rank in STEP_RANKS:
@@ -94,6 +94,7 @@ def parse_spec(text: str, *, path: str = "") -> Spec:
         overlap=_overlaps(fields["overlap"], blocks) if "overlap" in fields else (),
         moe=_moe(fields["moe"], ranks) if "moe" in fields else None,
         notes=fields["notes"].texts() if "notes" in fields else (),
+        context=fields["context"].integer() if "context" in fields else None,
         path=path,
     )
 
@@ -293,6 +294,7 @@ def dump_spec(spec: Spec) -> str:
         ],
         "moe": _thaw(spec.moe),
         "notes": list(spec.notes),
+        "context": spec.context,
     }
     filled = {key: value for key, value in document.items() if value not in (None, [], {})}
     return dump_yaml(filled)

@@ -134,6 +134,7 @@ class Spec:
         fusion, overlap: annotations; they win over the engine profile's.
         moe: mixture-of-experts annotation as written (``rank``, ``topk``, ``routing``), or None.
         notes: what the spec leaves out or simplifies; every prediction says so.
+        context: most tokens of a sequence that the model is made for, where the spec says.
         path: file that it came from, for messages; not part of equality.
     """
 
@@ -147,6 +148,7 @@ class Spec:
     overlap: tuple[Overlap, ...] = ()
     moe: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = ()
+    context: int | None = None
     path: str = field(default="", compare=False)
 
     @property

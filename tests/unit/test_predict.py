@@ -482,6 +482,18 @@ def test_a_row_that_cannot_be_predicted_comes_with_the_reason(
     assert "\n" not in reason
 
 
+@pytest.mark.parametrize(
+    ("prompt_len", "context_len", "noted"),
+    [(130_944, None, False), (130_945, None, True), (64, 2e5, True)],
+)
+def test_a_sequence_beyond_what_the_model_is_made_for_is_noted(
+    prompt_len: int, context_len: float | None, noted: bool
+) -> None:
+    work = Workload(prompt_len=prompt_len, gen_len=128, context_len=context_len)
+    result = predicted("llama3_8b", workload=work)
+    assert any("llama3_8b is made for 131072" in note for note in result.notes) is noted
+
+
 def test_a_row_is_predicted_with_the_weights_that_it_names(make_measurement: Make) -> None:
     own, same, narrow = (
         beside(make_measurement(spec="llama3_8b", precision=p)) for p in (None, "bf16", "fp8")

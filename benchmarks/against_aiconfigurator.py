@@ -14,29 +14,15 @@ from __future__ import annotations
 import csv
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from predict_speed import ENERGYLENS, timed
+
 CONFIGS = Path(__file__).resolve().parents[1] / "tests" / "data" / "configs"
 GPUS, PROMPT, GENERATE, TPOT_MS, TTFT_MS = "8", "2048", "512", "40", "60000"
-
-
-def timed(command: Sequence[str]) -> tuple[float, float]:
-    """Seconds and peak MiB of one process, from its start to its end."""
-    start = time.perf_counter()
-    with tempfile.TemporaryFile() as log:
-        environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode:
-            log.seek(0)
-            raise SystemExit(log.read().decode(errors="replace")[-2000:])
-    return time.perf_counter() - start, usage.ru_maxrss / 1024
 
 
 def rows(files: Sequence[Path], energy: str) -> tuple[int, int]:
@@ -48,7 +34,7 @@ def rows(files: Sequence[Path], energy: str) -> tuple[int, int]:
 def energylens(spec: str, folder: Path) -> tuple[float, float, int, int]:
     """Seconds, MiB, rows, rows with energy."""
     out = folder / "all.csv"
-    command = [sys.executable, "-m", "energylens", "explore", spec, "--gpus", GPUS]
+    command = [*ENERGYLENS, "explore", spec, "--gpus", GPUS]
     command += ["--prompt-len", PROMPT, "--gen-len", GENERATE, "--max-tpot-ms", TPOT_MS]
     took = timed([*command, "--csv", str(out)])
     return *took, *rows([out], "energy_per_token_j")
@@ -70,6 +56,7 @@ def main() -> None:
     """Print a table."""
     if len(sys.argv) < 2:
         raise SystemExit(__doc__)
+    os.environ["HF_HUB_OFFLINE"] = "1"
     print(
         f"{'model':14s} {'tool':16s} {'wall s':>8s} {'MiB':>7s} {'rows':>7s} {'with energy':>12s}"
     )

@@ -15,7 +15,7 @@ import sys
 import time
 
 import numpy as np
-from predict_speed import timed
+from predict_speed import ENERGYLENS, timed
 
 from energylens.explore import SearchSpace, explore
 from energylens.explore.front import exact_values
@@ -87,7 +87,7 @@ def search(name: str, sample: int) -> None:
 
 def main(sample: int) -> None:
     """Run the whole command, then every search in a process of its own."""
-    wall, peak_mib = timed(COMMAND)
+    wall, peak_mib = timed((*ENERGYLENS, *COMMAND))
     print(f"energylens {' '.join(COMMAND)}: {wall:.2f} s, {peak_mib:.0f} MiB")
     for name in SEARCHES:
         subprocess.run([sys.executable, __file__, str(sample), name], check=True)

@@ -9,28 +9,33 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 
 COMMAND = ("predict", "llama3_70b", "--engine", "hf", "--tp", "2", "--json")
 
 
+ENERGYLENS = (sys.executable, "-m", "energylens")
+
+
 def timed(command: Sequence[str]) -> tuple[float, float]:
-    """Seconds and peak MiB of one whole ``energylens`` process, from its start to its end."""
+    """Seconds and peak MiB of one whole process, from its start to its end."""
     start = time.perf_counter()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "energylens", *command], stdout=subprocess.DEVNULL
-    )
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise SystemExit(f"energylens {' '.join(command)} failed with {process.returncode}")
-    return time.perf_counter() - start, usage.ru_maxrss / 1024
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        _, status, usage = os.wait4(process.pid, 0)
+        wall = time.perf_counter() - start
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            log.seek(0)
+            raise SystemExit(log.read().decode(errors="replace")[-2000:])
+    return wall, usage.ru_maxrss / 1024
 
 
 def main(runs: int) -> None:
     """Run the command ``runs`` times and print what it took."""
-    walls, peaks = zip(*(timed(COMMAND) for _ in range(runs)), strict=True)
+    walls, peaks = zip(*(timed((*ENERGYLENS, *COMMAND)) for _ in range(runs)), strict=True)
     print(
         f"wall: median {statistics.median(walls):.3f} s, worst {max(walls):.3f} s; "
         f"peak memory {max(peaks):.0f} MiB ({runs} runs)"

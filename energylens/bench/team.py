@@ -31,7 +31,7 @@ from energylens.bench.board import (
     versions,
 )
 from energylens.bench.kernels import TorchProvider
-from energylens.bench.trial import HostPoint, MixPoint, TrialLimits, Work
+from energylens.bench.trial import HostPoint, MixPoint, Team, TrialLimits, Work
 from energylens.errors import UnsupportedError
 from energylens.graph import Op
 from energylens.meter.base import AbstractMeter, AbstractRecorder, DeviceInfo
@@ -51,21 +51,6 @@ from energylens.store import (
 )
 
 SPIN_S, SPIN_EDGE_S = 3.0, 0.4
-
-
-class Team(Protocol):
-    """All workers of a run, seen from one of them."""
-
-    worker: int
-    workers: int
-
-    def tell(self, order: Any) -> Any:
-        """Worker 0's ``order``, on every worker."""
-        ...
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every worker's value, on every worker."""
-        ...
 
 
 class Rig(Protocol):

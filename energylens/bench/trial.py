@@ -30,7 +30,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -45,6 +45,21 @@ __all__ = ["AnchorLoad", "HostPoint", "MixPoint", "Trial", "TrialLimits", "Work"
 
 POWER_CAPPED = "power_capped"
 NOT_STEADY = "not_steady"
+
+
+class Team(Protocol):
+    """All workers of a run, seen from one of them."""
+
+    worker: int
+    workers: int
+
+    def tell(self, order: Any) -> Any:
+        """Worker 0's ``order``, on every worker."""
+        ...
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every worker's value, on every worker."""
+        ...
 
 
 class Work(Protocol):

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from energylens import __version__
 from energylens.anchors import load_anchors
+from energylens.bench.trial import Team
 from energylens.errors import MeterError, SpecError
 from energylens.measured import MemoryProfile, PhaseProfile, Profile, ThrottleCheck
 from energylens.meter.base import (
@@ -40,7 +41,7 @@ from energylens.profiler.metrics import (
 )
 from energylens.profiler.options import ProfileRequest
 from energylens.profiler.roofline import Yardstick
-from energylens.profiler.steps import Limits, Stepper, Team, run_window
+from energylens.profiler.steps import Limits, Stepper, run_window
 from energylens.profiler.throttle import throttle_check
 from energylens.profiler.timeline import write_timeline
 from energylens.profiler.trace import annotate

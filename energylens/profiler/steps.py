@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Protocol
 
+from energylens.bench.trial import Team
 from energylens.errors import MeterError
 from energylens.profiler.metrics import WorkerWindow
 
@@ -62,21 +63,6 @@ class Stepper(Protocol):
 
         The current token is included; None where the phase is no decode step.
         """
-        ...
-
-
-class Team(Protocol):
-    """All workers of a run, seen from one of them."""
-
-    worker: int
-    workers: int
-
-    def tell(self, order: Any) -> Any:
-        """Worker 0's ``order``, on every worker."""
-        ...
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every worker's value, on every worker."""
         ...
 
 

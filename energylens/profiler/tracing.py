@@ -11,9 +11,10 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from energylens.bench.trial import Team
 from energylens.files import write_atomically
 from energylens.profiler.options import ProfileRequest
-from energylens.profiler.steps import Stepper, Team
+from energylens.profiler.steps import Stepper
 from energylens.profiler.trace import MARK, kernel_csv, kernel_table
 from energylens.results import KernelRow
 

@@ -15,12 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from energylens.bench.trial import Team
 from energylens.errors import EnergyLensError
 from energylens.files import write_atomically
 from energylens.measured import Profile, profile_to_json
 from energylens.profiler.options import ProfileRequest
 from energylens.profiler.session import METERS, METRICS, Progress, Quiet, Session, Solo
-from energylens.profiler.steps import Limits, Team
+from energylens.profiler.steps import Limits
 
 FAILED = "error"
 """Key of the document that a run writes instead of a profile where it cannot go on."""

@@ -30,7 +30,6 @@ from energylens.errors import SpecError
 from energylens.predict import Catalogue, predict_measurement
 from energylens.predict import predict as _predict
 from energylens.results import Anchors, Infeasible, Measurement, Prediction
-from energylens.results.search import Advice, Frontier
 from energylens.spec.model import Spec
 from energylens.spec.system import (
     Config,
@@ -44,6 +43,7 @@ from energylens.spec.system import (
 )
 
 if TYPE_CHECKING:  # a prediction need not wait for what other verbs import
+    from energylens.results.search import Advice, Frontier
     from energylens.validate import Validation
 
 __all__ = ["Setting", "advise", "explore", "parallelism", "predict", "setting", "validate"]
@@ -330,6 +330,7 @@ def explore(
     from energylens.explore import DEFAULT_OBJECTIVES, Constraints, Prices, SearchSpace
     from energylens.explore import explore as search
     from energylens.explore.several import pairs, together
+    from energylens.results.search import Frontier
 
     if objectives is None:
         objectives = DEFAULT_OBJECTIVES

@@ -61,7 +61,7 @@ def advise(
     """Which single change of a deployment saves most: joules and milliseconds of each."""
     from energylens import api
     from energylens.predict import Catalogue
-    from energylens.report import advice_document, advice_infeasible_document, advice_table
+    from energylens.report.advice import advice_document, advice_infeasible_document, advice_table
     from energylens.results import Infeasible
 
     catalogue = Catalogue(bundle_files=tuple(bundle or ()))

@@ -64,7 +64,7 @@ def calibrate(
 ) -> None:
     """Measure kernels or anchors on the GPUs present; write samples and a bundle."""
     from energylens.bench.calibrate import run
-    from energylens.report import facts_text
+    from energylens.report.facts import facts_text
 
     found = run(
         device=device,

@@ -121,15 +121,15 @@ def explore(
     from energylens.explore.several import pairs
     from energylens.files import write_atomically
     from energylens.predict import Catalogue
-    from energylens.report import (
+    from energylens.report.frontier import (
         figure,
         frontier_csv,
         frontier_document,
         frontier_infeasible_document,
-        frontier_page,
         frontier_plot,
         frontier_table,
     )
+    from energylens.report.page import frontier_page
     from energylens.results import Infeasible
 
     check_output("--csv", csv)

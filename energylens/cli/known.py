@@ -24,7 +24,7 @@ def list_known(
 ) -> None:
     """What is known: models, devices, engines, clusters, calibration bundles."""
     from energylens.predict import Catalogue
-    from energylens.report import listing_document, listing_table
+    from energylens.report.facts import listing_document, listing_table
 
     kinds = ("specs", "devices", "engines", "clusters", "bundles")
     chosen = kinds if kind is None else (parse_choice("list", kind, {k: k for k in kinds}),)
@@ -36,7 +36,7 @@ def list_known(
 def doctor(as_json: Json = False) -> None:
     """What this machine can measure, and why not."""
     from energylens.meter.doctor import diagnose
-    from energylens.report import doctor_document, doctor_text
+    from energylens.report.facts import doctor_document, doctor_text
 
     document = doctor_document(asdict(diagnose(os.environ)))
     show(document if as_json else doctor_text(document))

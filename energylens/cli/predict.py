@@ -129,7 +129,11 @@ def predict(
     """Latency and energy of one configuration, or of a service under traffic (--rate)."""
     from energylens import api
     from energylens.predict import Catalogue
-    from energylens.report import infeasible_document, prediction_document, prediction_table
+    from energylens.report.prediction import (
+        infeasible_document,
+        prediction_document,
+        prediction_table,
+    )
     from energylens.results import Infeasible
 
     for name, most in (("--max-batch-tokens", max_batch_tokens), ("--max-num-seqs", max_num_seqs)):
@@ -267,7 +271,11 @@ def _serve(
     config: Config,
 ) -> None:
     """Simulate a service and show what comes out."""
-    from energylens.report import serving_document, serving_infeasible_document, serving_table
+    from energylens.report.service import (
+        serving_document,
+        serving_infeasible_document,
+        serving_table,
+    )
     from energylens.results import Infeasible
     from energylens.serving import Limits, serve
 

@@ -258,7 +258,7 @@ def _write(path: Path, document: Mapping[str, Any]) -> None:
     import json
 
     from energylens.files import write_atomically
-    from energylens.report import profile_csv
+    from energylens.report.profile import profile_csv
 
     text = (
         profile_csv(document)
@@ -269,7 +269,7 @@ def _write(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def _show(document: Mapping[str, Any], *, as_json: bool, as_csv: bool) -> None:
-    from energylens.report import profile_csv, profile_table
+    from energylens.report.profile import profile_csv, profile_table
 
     if as_json:
         show(document)

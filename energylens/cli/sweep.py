@@ -39,7 +39,7 @@ def sweep(
     as_json: Json = False,
 ) -> None:
     """Predict a grid of models, devices, engines, layouts, workloads and rates; resumable."""
-    from energylens.report import sweep_document, sweep_text
+    from energylens.report.facts import sweep_document, sweep_text
     from energylens.sweep import read_grid, write_csv
     from energylens.sweep import sweep as run
 

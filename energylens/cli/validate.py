@@ -76,13 +76,9 @@ def validate(
         raise SpecError("--tolerance-pct: is about --baseline OLD.json; give both or none")
     from energylens import api
     from energylens.files import write_atomically
-    from energylens.report import (
-        figure,
-        validation_document,
-        validation_page,
-        validation_plot,
-        validation_table,
-    )
+    from energylens.report.frontier import figure
+    from energylens.report.validation import validation_document, validation_table
+    from energylens.report.validation_page import validation_page, validation_plot
 
     check_output("--report", report, (".md",))
     check_output("--plot", plot, (".png", ".svg", ".pdf"))
@@ -109,7 +105,7 @@ def _against_baseline(
     baseline: Path, truth: list[Path], tolerance_pct: float | None, as_json: bool
 ) -> None:
     from energylens.baseline import compare_runs
-    from energylens.report import comparison_document, comparison_table
+    from energylens.report.baseline import comparison_document, comparison_table
     from energylens.truth import read_measurements
 
     if len(truth) != 1:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from energylens.predict import Catalogue, predict
-from energylens.report import prediction_document
+from energylens.report.prediction import prediction_document
 from energylens.results import Infeasible
 from energylens.spec.system import Config, Parallelism, Workload
 

@@ -691,7 +691,7 @@ def test_a_missing_plotting_library_is_told_before_the_work(
     def missing() -> None:
         raise ModuleNotFoundError("no", name="matplotlib")
 
-    monkeypatch.setattr("energylens.report.figure", missing)
+    monkeypatch.setattr("energylens.report.frontier.figure", missing)
     assert main([*SMALL, "--plot", str(tmp_path / "a.png")]) == 2
     assert "matplotlib is not installed; pip install '.[plot]'" in capsys.readouterr().err
 

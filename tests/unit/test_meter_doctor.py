@@ -14,7 +14,7 @@ from helpers_nvml import Clock, FakeBoard, FakeNvml
 from energylens.meter.doctor import Diagnosis, diagnose
 from energylens.meter.jetson import JetsonMeter
 from energylens.meter.nvml import NvmlMeter, match_cuda, visible_devices
-from energylens.report import doctor_document, doctor_text
+from energylens.report.facts import doctor_document, doctor_text
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from browser import BINARY, Page
 import energylens
 from energylens.cli import main
 from energylens.explore import OBJECTIVES
-from energylens.report import frontier_page
+from energylens.report.page import frontier_page
 from energylens.results.search import Frontier
 
 pytestmark = pytest.mark.usefixtures("no_debug")

@@ -22,7 +22,7 @@ from energylens.profiler.loader import Place, load  # noqa: E402
 from energylens.profiler.options import ProfileRequest  # noqa: E402
 from energylens.profiler.session import Session, Solo  # noqa: E402
 from energylens.profiler.steps import Limits  # noqa: E402
-from energylens.report import profile_table  # noqa: E402
+from energylens.report.profile import profile_table  # noqa: E402
 from energylens.spec.system import Parallelism  # noqa: E402
 
 CONFIG = {

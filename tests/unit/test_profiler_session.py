@@ -21,7 +21,7 @@ from energylens.profiler.metrics import WorkerWindow
 from energylens.profiler.options import ProfileRequest
 from energylens.profiler.session import MetricInput, machine_meter
 from energylens.profiler.steps import Limits, run_window
-from energylens.report import profile_csv
+from energylens.report.profile import profile_csv
 from energylens.spec.system import Parallelism
 from energylens.store import board_hash
 from energylens.truth import read_measurements

@@ -11,16 +11,9 @@ import pytest
 from rich.console import Console, RenderableType
 
 from energylens.meter.base import DeviceInfo
-from energylens.report import (
-    doctor_document,
-    doctor_text,
-    facts_text,
-    infeasible_document,
-    prediction_document,
-    prediction_table,
-    validation_document,
-    validation_table,
-)
+from energylens.report.facts import doctor_document, doctor_text, facts_text
+from energylens.report.prediction import infeasible_document, prediction_document, prediction_table
+from energylens.report.validation import validation_document, validation_table
 from energylens.results import (
     Anchors,
     BoardAnchor,

@@ -149,6 +149,18 @@ def _standing_in(op: Op) -> Op:
     return replace(op, kernel=STAND_IN[op.kernel], shape=(values, workers))
 
 
+def _by_ratio(cost: Cost, ratio: float, rel_ses: tuple[float, float], source: Source) -> Cost:
+    """A cost by a ratio; its latency and energy are as much less certain, its source no better."""
+    return replace(
+        cost,
+        latency_s=cost.latency_s * ratio,
+        energy_j=cost.energy_j * ratio,
+        latency_rel_se=math.hypot(cost.latency_rel_se, rel_ses[0]),
+        energy_rel_se=math.hypot(cost.energy_rel_se, rel_ses[1]),
+        source=max(cost.source, source),
+    )
+
+
 def _rel_se(sd: float, held_out: float, source: Source) -> float:
     """The regressor's own spread; away from measured shapes at least the held-out error."""
     return float(sd) if source is Source.MEASURED else max(float(sd), held_out)
@@ -271,14 +283,7 @@ class CostModelSet(AbstractCostModel):
             at_largest = cost.latency_s * largest / op.shape[0] if largest < op.shape[0] else None
             published = table.seconds("all_reduce", largest, workers)
             ratio = min(1.0, published / (at_largest or cost.latency_s))
-        return replace(
-            cost,
-            latency_s=cost.latency_s * ratio,
-            energy_j=cost.energy_j * ratio,
-            latency_rel_se=math.hypot(cost.latency_rel_se, STAND_IN_REL_SE),
-            energy_rel_se=math.hypot(cost.energy_rel_se, STAND_IN_REL_SE),
-            source=max(cost.source, Source.TRANSFERRED),
-        )
+        return _by_ratio(cost, ratio, (STAND_IN_REL_SE, STAND_IN_REL_SE), Source.TRANSFERRED)
 
     def _collective(self, model: KernelModel, op: Op) -> Cost:
         """Measured worker counts directly; others by the published dependence on the count."""
@@ -290,18 +295,11 @@ class CostModelSet(AbstractCostModel):
         same = replace(op, shape=(op.shape[0], float(reference)))
         cost = self._own(model, [same])[0]
         table = self.published
-        ratio, latency_se, energy_se = 1.0, *UNKNOWN_WORKERS_REL_SE
+        ratio, rel_ses = 1.0, UNKNOWN_WORKERS_REL_SE
         if table is not None and op.kernel in table.latency_s:
             ratio = table.ratio(op.kernel, op.shape[0], workers, reference)
-            latency_se, energy_se = PUBLISHED_WORKERS_REL_SE
-        return replace(
-            cost,
-            latency_s=cost.latency_s * ratio,
-            energy_j=cost.energy_j * ratio,
-            latency_rel_se=math.hypot(cost.latency_rel_se, latency_se),
-            energy_rel_se=math.hypot(cost.energy_rel_se, energy_se),
-            source=max(cost.source, Source.EXTRAPOLATED),
-        )
+            rel_ses = PUBLISHED_WORKERS_REL_SE
+        return _by_ratio(cost, ratio, rel_ses, Source.EXTRAPOLATED)
 
     def _own(self, model: KernelModel, ops: Sequence[Op]) -> list[Cost]:
         return model.costs(ops, self.device, self.compute_scale, self.compute_stretch)

@@ -339,7 +339,27 @@ def explore(
         d if isinstance(d, Device) else known.device(str(d))
         for d in ((device,) if isinstance(device, str | Path | Device) else device)
     ]
-    given = _anchors(anchors)
+    # Made once: an argument may be an iterator, and there may be several kinds of devices.
+    space = SearchSpace(
+        batches=_numbers(batch) or (),
+        tp=_numbers(tp),
+        ep=_numbers(ep),
+        dp=_numbers(dp),
+        pp=_numbers(pp),
+    )
+    constraints = Constraints(
+        max_ttft_s=max_ttft_s,
+        max_tpot_s=max_tpot_s,
+        max_power_w=max_power_w,
+        min_throughput_tokens_s=min_throughput_tokens_s,
+    )
+    prices = Prices(
+        per_gpu_hour=price_per_gpu_hour,
+        per_kwh=price_per_kwh,
+        pue=pue,
+        carbon_g_per_kwh=carbon_g_per_kwh,
+    )
+    given, priced_at = _anchors(anchors), tuple(contexts)
     found: dict[str, Frontier | Infeasible] = {}
     for board, count in pairs(boards, (gpus,) if isinstance(gpus, int) else gpus):
         s = setting(
@@ -358,28 +378,12 @@ def explore(
             gpus=count,
             prompt_len=prompt_len,
             gen_len=gen_len,
-            space=SearchSpace(
-                batches=_numbers(batch) or (),
-                tp=_numbers(tp),
-                ep=_numbers(ep),
-                dp=_numbers(dp),
-                pp=_numbers(pp),
-            ),
-            constraints=Constraints(
-                max_ttft_s=max_ttft_s,
-                max_tpot_s=max_tpot_s,
-                max_power_w=max_power_w,
-                min_throughput_tokens_s=min_throughput_tokens_s,
-            ),
+            space=space,
+            constraints=constraints,
             objectives=(objectives,) if isinstance(objectives, str) else objectives,
-            prices=Prices(
-                per_gpu_hour=price_per_gpu_hour,
-                per_kwh=price_per_kwh,
-                pue=pue,
-                carbon_g_per_kwh=carbon_g_per_kwh,
-            ),
+            prices=prices,
             exact=top,
-            contexts=tuple(contexts),
+            contexts=priced_at,
             disaggregate=disaggregate,
             power_limit_w=power_limit_w,
             routing=routing,

@@ -224,3 +224,12 @@ def test_a_model_may_be_stored_otherwise() -> None:
     assert narrow.memory.kv_cache_bytes == pytest.approx(plain.memory.kv_cache_bytes / 2)
     assert narrow.source >= Source.TRANSFERRED
     assert any("no kernel was calibrated with weights in fp8" in note for note in narrow.notes)
+
+
+def test_batches_may_come_from_an_iterator() -> None:
+    def counts(batch: object) -> list[str]:
+        front = energylens.explore("llama3_8b", gpus=[1, 2], batch=batch, top=1)
+        assert isinstance(front, Frontier)
+        return sorted(f"{c.pool.gpus} {c.id}" for c in front.configs)
+
+    assert counts(iter([1, 8])) == counts([1, 8])

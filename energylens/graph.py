@@ -97,6 +97,10 @@ _COLLECTIVE = KernelType(
 )
 
 
+# On so many streaming multiprocessors, as collectives beside compute are kept.
+_LIMITED = replace(_COLLECTIVE, dims=("values", "workers", "sms"))
+
+
 _ATTENTION_DIMS = ("batch", "new", "context", "q_heads", "kv_heads", "head_dim")
 
 
@@ -311,6 +315,13 @@ KERNELS: Mapping[str, KernelType] = MappingProxyType(
         "reduce_scatter": _COLLECTIVE,
         "all_to_all": _COLLECTIVE,
         "vllm_all_reduce": _COLLECTIVE,
+        "limited_all_reduce": _LIMITED,
+        # What a GEMM in chunks of its rows does not hide of the all-reduces beside it: ``values``
+        # of all chunks, then how they are run, then the sizes of the whole GEMM. The op's dtype is
+        # that of the GEMM's weights.
+        "overlapped_all_reduce": replace(
+            _LIMITED, dims=(*_LIMITED.dims, "chunks", "m", "n", "k"), stored=_none
+        ),
         # From a worker of one pipeline stage to one of the next: two workers, all values one way.
         "send": _COLLECTIVE,
     }

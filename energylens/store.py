@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 SAMPLES_FILE = "samples.csv"
 PROVENANCE_FILE = "provenance.json"
 PROVENANCE_SCHEMA = "energylens/provenance/v1"
-BLOCKS = ("op", "mix", "host", "idle", "anchor")
+BLOCKS = ("op", "mix", "overlap", "host", "idle", "anchor")
 _POWER_LIMIT_TOLERANCE_W = 1.0
 
 
@@ -78,10 +78,10 @@ class Sample:
     """One calibration row: what ran, on which board, and what it took.
 
     Attributes:
-        block: ``op`` (one op alone), ``mix`` (several ops as one captured graph), ``host`` (several
-            ops launched eagerly; what counts is the host), ``idle`` or ``anchor``.
-        label: short name of the point, unique within its block for ``mix``, ``host``, ``idle`` and
-            ``anchor``.
+        block: ``op`` (one op alone), ``mix`` (several ops as one captured graph), ``overlap``
+            (a GEMM and the collectives beside it), ``host`` (several ops launched eagerly; what
+            counts is the host), ``idle`` or ``anchor``.
+        label: short name of the point, unique within its block for all but ``op``.
         ops: the op, or what the mix executes once per execution; empty for ``idle``.
         mode: launch mode (``eager``, ``cuda_graph``) of a mix or host point, else empty.
         trial: the measurement, or None where the point was skipped; ``reason`` then says why.

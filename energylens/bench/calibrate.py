@@ -36,6 +36,7 @@ from energylens.bench.board import (
     now,
 )
 from energylens.bench.plan import Plan, load_plan, plan_for, split
+from energylens.bench.team import BLOCKS as TEAM_BLOCKS
 from energylens.bench.team import collectives_worker
 from energylens.bench.trial import TrialLimits
 from energylens.errors import CalibrationError, MeterError, SpecError, UnsupportedError
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 __all__ = ["Machine", "collectives_worker", "run"]
 
 REPORT_SCHEMA = "energylens/calibration/v1"
-BLOCKS = ("collectives", "ops", "mixes", "host")
+BLOCKS = (*TEAM_BLOCKS, "ops", "mixes", "host")
 PROVIDERS: Mapping[str, str] = {"torch": "hf", "vllm": "vllm"}
 """Provider -> engine profile whose kernels it runs."""
 DEFAULT_MINUTES = 5.0
@@ -153,7 +154,7 @@ def run(
     window_s = max(info.least_window_s for info in infos[:gpus])
     request = replace(request, least_window_s=window_s)
     document["device"] = found.name
-    if "collectives" in request.blocks and not anchor and (gpus > 1 or machine.is_worker):
+    if request.team_blocks and not anchor and (gpus > 1 or machine.is_worker):
         if machine.is_worker:
             machine.join(request, found)
             return document | {"collectives": str(request.folder(found, f"x{machine.workers}"))}
@@ -161,7 +162,7 @@ def run(
         document["collectives"] = _start_workers(request, found, machine)
         if request.provider == "vllm" and "host" in request.blocks:
             _engine_host(request, found, meter, infos[:gpus])
-    if set(request.blocks) == {"collectives"} and not anchor:
+    if set(request.blocks) <= set(TEAM_BLOCKS) and not anchor:
         return document | _fitted(request, found, fit)
     with _bar(console) as bar:
         reports = _measure_boards(request, found, meter, machine, bar)
@@ -236,6 +237,11 @@ class _Request:
         return 60 * (self.minutes or DEFAULT_MINUTES * self.stretch)
 
     @property
+    def team_blocks(self) -> tuple[str, ...]:
+        """What several workers measure together."""
+        return tuple(b for b in self.blocks if b in TEAM_BLOCKS)
+
+    @property
     def layers_of(self) -> tuple[Spec, ...]:
         """Models whose layers the mixes and host points run."""
         return self.specs or (load_spec(DEFAULT_SPEC),)
@@ -246,7 +252,9 @@ class _Request:
             provider=self.provider,
             models=self.layers_of,
             tps=self.tps,
-            blocks=() if self.anchor_only else tuple(b for b in self.blocks if b != "collectives"),
+            blocks=()
+            if self.anchor_only
+            else tuple(b for b in self.blocks if b not in TEAM_BLOCKS),
             budget_s=self.budget_s,
             mix_share=MIX_SHARE,
             resume=self.resume,
@@ -334,6 +342,8 @@ def _torchrun(workers: int, arguments: Sequence[str]) -> int:
 def _worker_arguments(request: _Request, folder: Path) -> list[str]:
     arguments = ["--out", str(folder), "--seed", str(request.seed)]
     arguments += ["--provider", request.provider]
+    for block in request.team_blocks:
+        arguments += ["--block", block]
     for spec in request.layers_of:
         arguments += ["--spec", spec.path or spec.name]
     if request.nccl_algo:

@@ -281,7 +281,7 @@ def spin_work(team: Team, seconds: float) -> float | None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of one worker; worker 0 writes the samples."""
-    from energylens.bench.team import collectives_worker
+    from energylens.bench.team import BLOCKS, collectives_worker
 
     parser = argparse.ArgumentParser(prog="energylens.bench.collectives")
     parser.add_argument("--out", type=Path, required=True, help="folder of the samples")
@@ -299,6 +299,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--fresh", action="store_true", help="measure again what the folder already holds"
     )
     parser.add_argument("--nccl-algo", default="", help="NCCL_ALGO of the run, e.g. Ring or Tree")
+    parser.add_argument("--block", action="append", help="what to measure; everything by default")
     parser.add_argument("--provider", default="torch", help="whose collectives: torch or vllm")
     options = parser.parse_args(argv)
     if options.nccl_algo:
@@ -308,19 +309,19 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         join_workers()
     team = Team()
-    try:
-        collectives_worker(
-            team,
-            out=options.out,
-            seed=options.seed,
-            specs=options.spec,
-            minutes=options.minutes,
-            provider=options.provider,
-            resume=not options.fresh,
-            node=socket.gethostname(),
-        )
-    finally:
-        team.dist.destroy_process_group()
+    collectives_worker(
+        team,
+        out=options.out,
+        seed=options.seed,
+        specs=options.spec,
+        minutes=options.minutes,
+        provider=options.provider,
+        blocks=options.block or BLOCKS,
+        resume=not options.fresh,
+        node=socket.gethostname(),
+    )
+    # Not after an error: the others still wait for this worker, until torchrun ends them all.
+    team.dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from energylens.bench.board import (
     versions,
 )
 from energylens.bench.kernels import TorchProvider
+from energylens.bench.overlap import overlap_points
 from energylens.bench.trial import HostPoint, MixPoint, Team, TrialLimits, Work
 from energylens.errors import UnsupportedError
 from energylens.graph import Op
@@ -51,6 +52,8 @@ from energylens.store import (
 )
 
 SPIN_S, SPIN_EDGE_S = 3.0, 0.4
+BLOCKS = ("collectives", "overlaps")
+"""What a team can measure; each also stands for what only several workers show of it."""
 
 
 class Rig(Protocol):
@@ -93,6 +96,10 @@ class Rig(Protocol):
 
     def mix_points(self, spec: Spec) -> Sequence[MixPoint]:
         """Layers of a model on all workers, collectives in place."""
+        ...
+
+    def overlap_points(self) -> Iterable[MixPoint]:
+        """Collectives on a few SMs, GEMMs, and both beside each other; see `bench.overlap`."""
         ...
 
 
@@ -156,6 +163,7 @@ def measure_collectives(
     seed: int,
     specs: Sequence[str],
     minutes: float,
+    blocks: Sequence[str] = BLOCKS,
     resume: bool = True,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
@@ -173,6 +181,7 @@ def measure_collectives(
         seed: order of the points.
         specs: models whose host times are measured.
         minutes: no point starts later.
+        blocks: some of `BLOCKS`.
         resume: leave out what the folder already holds.
         clock: monotonic seconds.
         sleep: how to pause, in seconds.
@@ -196,28 +205,109 @@ def measure_collectives(
             (scribe.store.done if resume else frozenset()) if scribe else None
         )
         boards: str = team.tell(scribe.boards if scribe else None)
-        filler = _run(rig, scribe, limits, rig.filler)
-        for op in _shuffled(rig.ops(), seed):
-            if sample_key("op", (op,), boards) in done:
+        turn = _Turn(
+            team=team,
+            rig=rig,
+            scribe=scribe,
+            limits=limits,
+            boards=boards,
+            done=done,
+            is_over=lambda: clock() > end,
+        )
+        if "collectives" in blocks:
+            turn.collectives(_shuffled(rig.ops(), seed))
+            turn.spin()
+            models = [load_spec(name) for name in specs]
+            for model in models:
+                turn.host(model)
+            for model in models:
+                turn.points("mix", rig.mix_points(model))
+        if "overlaps" in blocks:
+            turn.points("overlap", rig.overlap_points())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Turn:
+    """What all workers go through together, seen from one of them.
+
+    ``done`` are the samples of ``boards`` that are left out; worker 0's ``is_over`` tells when no
+    point is to start any more.
+    """
+
+    team: Team
+    rig: Rig
+    scribe: _Scribe | None
+    limits: TrialLimits
+    boards: str
+    done: frozenset[str]
+    is_over: Callable[[], bool]
+
+    def collectives(self, ops: Sequence[Op]) -> None:
+        """Each collective between fillers, which are then taken off."""
+        filler = self._measure(self.rig.filler)
+        for op in ops:
+            if sample_key("op", (op,), self.boards) in self.done:
                 continue
-            if team.tell(clock() > end):
+            if self.team.tell(self.is_over()):
                 break
-            pair = _run(rig, scribe, limits, partial(rig.work, op))
-            if scribe and pair and filler:
-                scribe.write("op", op.name, (op,), without_filler(pair, filler))
-        _spin(team, rig, scribe)
-        models = [load_spec(name) for name in specs]
-        for model in models:
-            _host(rig, model, scribe)
-        for mix in (m for model in models for m in rig.mix_points(model)):
-            mode = str(mix.mode)
-            if sample_key("mix", mix.ops, boards, label=mix.label, mode=mode) in done:
+            pair = self._measure(partial(self.rig.work, op))
+            if self.scribe and pair and filler:
+                self.scribe.write("op", op.name, (op,), without_filler(pair, filler))
+
+    def points(self, block: str, found: Iterable[MixPoint]) -> None:
+        """Mixes; one of a single op is that op alone."""
+        for point in found:
+            alone = len(point.ops) == 1
+            own, mode = ("op", "") if alone else (block, str(point.mode))
+            if sample_key(own, point.ops, self.boards, label=point.label, mode=mode) in self.done:
                 continue
-            if team.tell(clock() > end):
+            if self.team.tell(self.is_over()):
                 break
-            trial = _run(rig, scribe, limits, mix.build)
-            if scribe and trial:
-                scribe.write("mix", mix.label, mix.ops, trial, mode=mode)
+            trial = self._measure(point.build)
+            if self.scribe and trial:
+                self.scribe.write(own, point.label, point.ops, trial, mode=mode)
+
+    def _measure(self, build: Callable[[], Work]) -> Trial | None:
+        """Measure one work on all workers; the trial over worker 0's boards, there."""
+        work, scribe = build(), self.scribe
+        try:
+            result = self.rig.measure(
+                work,
+                scribe.recorder if scribe else None,
+                scribe.uuids if scribe else (),
+                self.limits,
+            )
+        finally:
+            work.close()
+        return over_boards(*result) if result else None
+
+    def spin(self) -> None:
+        """Power of a board whose worker waits for the others inside a collective."""
+        starts: list[float | None] = self.team.gather(self.rig.spin(SPIN_S))
+        scribe = self.scribe
+        if scribe is None:
+            return
+        for uuid, start in zip(scribe.uuids, starts, strict=False):
+            if start is None:
+                continue
+            trial = window_trial(
+                scribe.recorder, uuid, start + SPIN_EDGE_S, start + SPIN_S - SPIN_EDGE_S
+            )
+            scribe.write("idle", "spin", (), trial, boards=board_hash(uuid))
+
+    def host(self, spec: Spec) -> None:
+        """Host times of a sharded model's eager steps."""
+        scribe = self.scribe
+        try:
+            for point in self.rig.host_points(spec):
+                if scribe:
+                    start, end = point.start_s, point.end_s
+                    readings = [scribe.recorder.reading(u, start, end) for u in scribe.uuids]
+                    trial = host_trial(point, readings)
+                    scribe.write("host", point.label, point.ops, trial, mode=str(point.mode))
+        except UnsupportedError as error:
+            if scribe:
+                scribe.write("host", spec.name, (), None, mode="eager", reason=str(error))
 
 
 def _member(
@@ -270,23 +360,6 @@ def _shuffled(ops: Iterable[Op], seed: int) -> list[Op]:
     return ordered
 
 
-def _run(
-    rig: Rig, scribe: _Scribe | None, limits: TrialLimits, build: Callable[[], Work]
-) -> Trial | None:
-    """Measure one work on all workers; the trial over worker 0's boards, there."""
-    work = build()
-    try:
-        result = rig.measure(
-            work,
-            scribe.recorder if scribe else None,
-            scribe.uuids if scribe else (),
-            limits,
-        )
-    finally:
-        work.close()
-    return over_boards(*result) if result else None
-
-
 def without_filler(pair: Trial, filler: Trial) -> Trial:
     """The collective's part of a trial of fillers and collectives: the rest of time and energy."""
     latency = pair.latency_s - filler.latency_s
@@ -332,33 +405,6 @@ def over_boards(trial: Trial, readings: Sequence[Reading]) -> Trial:
     )
 
 
-def _spin(team: Team, rig: Rig, scribe: _Scribe | None) -> None:
-    """Power of a board whose worker waits for the others inside a collective."""
-    starts: list[float | None] = team.gather(rig.spin(SPIN_S))
-    if scribe is None:
-        return
-    for uuid, start in zip(scribe.uuids, starts, strict=False):
-        if start is None:
-            continue
-        trial = window_trial(
-            scribe.recorder, uuid, start + SPIN_EDGE_S, start + SPIN_S - SPIN_EDGE_S
-        )
-        scribe.write("idle", "spin", (), trial, boards=board_hash(uuid))
-
-
-def _host(rig: Rig, spec: Spec, scribe: _Scribe | None) -> None:
-    try:
-        for point in rig.host_points(spec):
-            if scribe:
-                start, end = point.start_s, point.end_s
-                readings = [scribe.recorder.reading(u, start, end) for u in scribe.uuids]
-                trial = host_trial(point, readings)
-                scribe.write("host", point.label, point.ops, trial, mode=str(point.mode))
-    except UnsupportedError as error:
-        if scribe:
-            scribe.write("host", spec.name, (), None, mode="eager", reason=str(error))
-
-
 class _TorchRig:
     """Implements `Rig` with torch.distributed."""
 
@@ -389,6 +435,9 @@ class _TorchRig:
 
     def mix_points(self, spec: Spec) -> Sequence[MixPoint]:
         return collectives.joint_points(spec, self._team)
+
+    def overlap_points(self) -> Iterable[MixPoint]:
+        return overlap_points(self._team)
 
     def host_points(self, spec: Spec) -> Iterable[HostPoint]:
         return layer.host_points(spec, device=self._team.local, workers=self._team.workers)
@@ -426,6 +475,7 @@ def collectives_worker(
     specs: Sequence[str],
     minutes: float,
     provider: str,
+    blocks: Sequence[str],
     resume: bool,
     node: str,
 ) -> None:
@@ -441,5 +491,6 @@ def collectives_worker(
         seed=seed,
         specs=specs,
         minutes=minutes,
+        blocks=blocks,
         resume=resume,
     )

@@ -54,7 +54,7 @@ def calibrate(
     ] = False,
     blocks: Annotated[
         str | None,
-        typer.Option(help="Only these: collectives, ops, mixes, host; joined by commas."),
+        typer.Option(help="Only these: collectives, overlaps, ops, mixes, host; joined by commas."),
     ] = None,
     nccl_algo: Annotated[
         str, typer.Option(help="NCCL algorithm of the collectives, e.g. Ring or Tree [NCCL's own].")

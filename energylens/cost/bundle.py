@@ -20,6 +20,7 @@ import numpy as np
 from energylens.cost.board import Spread
 from energylens.cost.features import StepShape
 from energylens.cost.model import CostModelSet, KernelModel, Key, Published
+from energylens.cost.overlap import OverlapLaw
 from energylens.cost.regress import GaussianProcess
 from energylens.errors import CalibrationError
 from energylens.results import BoardAnchor, BundleRef, HostAnchor
@@ -44,6 +45,7 @@ class Laws:
         spin_w: above-idle watts of a board that spins in a collective.
         link_w: above-idle watts of a board for the whole of a step that has collectives: its links
             stay awake between them.
+        overlap: how compute and collectives beside it hold each other up.
         latency_sd, energy_sd: relative errors of composed mixes with everything else right
             (composition component).
     """
@@ -55,6 +57,7 @@ class Laws:
     gap_s: float = 0.0
     spin_w: float = 0.0
     link_w: float = 0.0
+    overlap: OverlapLaw = field(default_factory=OverlapLaw)
     latency_sd: float = 0.15
     energy_sd: float = 0.15
 
@@ -186,6 +189,7 @@ class Bundle:
             kernels=self.kernels,
             compute_scale=self.laws.compute_scale,
             compute_stretch=self.laws.compute_stretch,
+            overlap=self.laws.overlap,
             link=link,
             published=self.published,
             one_shot=self.one_shot,
@@ -360,7 +364,7 @@ def _parse(d: Mapping[str, Any], sha256: str) -> Bundle:
         boards=tuple(BoardAnchor(**b) for b in d["boards"]),
         typical=BoardAnchor(**d["typical"]),
         spread=Spread(**d["spread"]),
-        laws=Laws(**d["laws"]),
+        laws=Laws(**d["laws"] | {"overlap": OverlapLaw(**d["laws"]["overlap"])}),
         host=None
         if host is None
         else HostLaw(

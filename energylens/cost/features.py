@@ -26,6 +26,7 @@ MEMORY_EFFICIENCY = 0.88  # nominal, of the datasheet bandwidth
 LAUNCH_S = 1.5e-6  # nominal floor of one kernel in a graph
 COLLECTIVE_S = 10e-6  # nominal floor of one collective
 COLLECTIVE_BANDWIDTH_SHARE = 0.1  # nominal algorithm bandwidth over memory bandwidth
+SM_LINK_BYTES_S = 20e9  # nominal algorithm bandwidth of one SM of a collective that has few
 BASE_POWER_SHARE = 0.1  # nominal dynamic power of a kernel that does nothing, of (limit - idle)
 COMPUTE_POWER_SHARE = (
     1.6  # the same of a GEMM at the dense peak and maximum clock: it would overrun the cap
@@ -145,9 +146,10 @@ def prior(op: Op, device: Device) -> Prior:
 
 
 def _collective_prior(op: Op, device: Device) -> Prior:
-    latency = COLLECTIVE_S + op.bytes_read / (
-        COLLECTIVE_BANDWIDTH_SHARE * device.memory_bandwidth_bytes_s
-    )
+    seconds_per_byte = 1 / (COLLECTIVE_BANDWIDTH_SHARE * device.memory_bandwidth_bytes_s)
+    if "sms" in op.sizes:
+        seconds_per_byte += 1 / (SM_LINK_BYTES_S * op.sizes["sms"])
+    latency = COLLECTIVE_S + op.bytes_read * seconds_per_byte
     power = 2 * BASE_POWER_SHARE * (device.power_limit_w - device.idle_w)
     return Prior(
         latency_s=latency, energy_j=power * latency, compute_s=0.0, memory_s=0.0, compute_share=0.0

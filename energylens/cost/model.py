@@ -13,10 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from energylens.cost.features import features, prior, shares
+from energylens.cost.overlap import OverlapLaw, Split, clock_share
 from energylens.cost.regress import GaussianProcess
 from energylens.cost.roofline import roofline
 from energylens.cost.transfer import stand_in, transferred_rel_se
-from energylens.graph import Op
+from energylens.graph import Op, make_op
 from energylens.results import Cost, Source
 from energylens.spec.system import Device, Link
 
@@ -29,7 +30,11 @@ UNVARIED_REL_SE = 0.1  # of an op that differs in a size that no calibrated poin
 # Latency and energy of a collective over another number of workers than was measured: by the
 # published ratio of latencies, and without one.
 PUBLISHED_WORKERS_REL_SE, UNKNOWN_WORKERS_REL_SE = (0.15, 0.25), (0.5, 0.5)
-STAND_IN: Mapping[str, str] = {"vllm_all_reduce": "all_reduce", "send": "all_gather"}
+STAND_IN: Mapping[str, str] = {
+    "vllm_all_reduce": "all_reduce",
+    "limited_all_reduce": "all_reduce",
+    "send": "all_gather",
+}
 """Kernel -> the one that it is priced as where it was not calibrated itself."""
 STAND_IN_REL_SE = 0.3
 HANDOVER_BYTES = 8 * 2**20
@@ -143,7 +148,7 @@ class KernelModel:
 
 def _standing_in(op: Op) -> Op:
     """The op that is priced in the place of one whose kernel was not calibrated."""
-    values, workers = op.shape
+    values, workers = op.shape[:2]
     if op.kernel == "send":  # in an all-gather of two, each sends half of the result
         values *= workers
     return replace(op, kernel=STAND_IN[op.kernel], shape=(values, workers))
@@ -201,6 +206,7 @@ class CostModelSet(AbstractCostModel):
         device: datasheet of the device that is priced.
         kernels: kernel -> model.
         compute_scale, compute_stretch: from the mixes; see `energylens.cost.bundle.Laws`.
+        overlap: how compute and collectives beside it hold each other up.
         link: interconnect, for collectives without a calibration.
         published: worker dependence of the collectives beyond those measured.
         one_shot: published latencies of an all-reduce by one kernel, which stand for vLLM's own.
@@ -210,6 +216,7 @@ class CostModelSet(AbstractCostModel):
     kernels: Mapping[str, KernelModel] = field(default_factory=dict)
     compute_scale: float = 1.0
     compute_stretch: float = 0.0
+    overlap: OverlapLaw = field(default_factory=OverlapLaw)
     link: Link | None = None
     published: Published | None = None
     one_shot: Published | None = None
@@ -228,6 +235,8 @@ class CostModelSet(AbstractCostModel):
 
     def _group_costs(self, ops: Sequence[Op]) -> list[Cost]:
         """Costs of ops of one kernel and dtype; another dtype runs other kernels."""
+        if ops[0].kernel == "overlapped_all_reduce":
+            return [self._overlapped(op) for op in ops]
         model = self.kernels.get(ops[0].kernel)
         other = STAND_IN.get(ops[0].kernel, "")
         if model is None and other in self.kernels:
@@ -270,12 +279,16 @@ class CostModelSet(AbstractCostModel):
     def _stood_in(self, op: Op, cost: Cost) -> Cost:
         """The cost of vLLM's own all-reduce from that of NCCL's, to which it hands over.
 
-        Or that of sending one way from that of two workers that send each other as much.
+        Or that of one on few SMs from that of one on as many as NCCL likes, or that of sending one
+        way from that of two workers that send each other as much.
         """
         is_own = op.kernel == "vllm_all_reduce"
         if is_own and op.bytes_read >= HANDOVER_BYTES:
             return cost
         ratio, table = 1.0, self.one_shot
+        if op.kernel == "limited_all_reduce":
+            whole = prior(_standing_in(op), self.device)
+            ratio = prior(op, self.device).latency_s / whole.latency_s
         if is_own and table is not None:
             # Beyond the largest published size, time grows with the size as NCCL's does.
             largest = min(op.shape[0], table.values[-1])
@@ -292,14 +305,54 @@ class CostModelSet(AbstractCostModel):
         if workers in known:
             return self._own(model, [op])[0]
         reference = max(known)
-        same = replace(op, shape=(op.shape[0], float(reference)))
+        same = replace(op, shape=(op.shape[0], float(reference), *op.shape[2:]))
         cost = self._own(model, [same])[0]
         table = self.published
         ratio, rel_ses = 1.0, UNKNOWN_WORKERS_REL_SE
-        if table is not None and op.kernel in table.latency_s:
-            ratio = table.ratio(op.kernel, op.shape[0], workers, reference)
+        kernel = "all_reduce" if op.kernel == "limited_all_reduce" else op.kernel
+        if table is not None and kernel in table.latency_s:
+            ratio = table.ratio(kernel, op.shape[0], workers, reference)
             rel_ses = PUBLISHED_WORKERS_REL_SE
         return _by_ratio(cost, ratio, rel_ses, Source.EXTRAPOLATED)
+
+    def _overlapped(self, op: Op) -> Cost:
+        """What all-reduces beside a GEMM in chunks add to the GEMM's time, and their energy."""
+        s, chunks = op.sizes, op.sizes["chunks"]
+        gemm, reduce = self.costs(
+            (
+                make_op("gemm", dtype=op.dtype, m=math.ceil(s["m"] / chunks), n=s["n"], k=s["k"]),
+                make_op(
+                    "limited_all_reduce",
+                    values=math.ceil(s["values"] / chunks),
+                    workers=s["workers"],
+                    sms=s["sms"],
+                ),
+            )
+        )
+        split = Split(
+            chunks=chunks,
+            rows=math.ceil(s["m"] / chunks),
+            columns=s["n"],
+            sms=s["sms"],
+            sm_count=self.device.sm_count,
+        )
+
+        def exposed_s(clock: float) -> float:
+            gemm_s = gemm.latency_s * (gemm.compute_share / clock + 1.0 - gemm.compute_share)
+            return self.overlap.seconds(gemm_s, reduce.latency_s, split) - chunks * gemm_s
+
+        latency = exposed_s(1.0)
+        together = self.overlap.rel_se * (latency + chunks * gemm.latency_s) / latency
+        return Cost(
+            latency_s=latency,
+            energy_j=chunks * reduce.energy_j,
+            compute_share=clock_share(exposed_s),
+            read_share=0.0,
+            dram_share=0.0,
+            latency_rel_se=math.hypot(reduce.latency_rel_se, together),
+            energy_rel_se=reduce.energy_rel_se,
+            source=max(gemm.source, reduce.source, Source.INTERPOLATED),
+        )
 
     def _own(self, model: KernelModel, ops: Sequence[Op]) -> list[Cost]:
         return model.costs(ops, self.device, self.compute_scale, self.compute_stretch)

@@ -25,9 +25,10 @@ from energylens.fit.host import fit_host
 from energylens.fit.kernels import FEWEST_POINTS, KernelFit, fit_kernel, held_out
 from energylens.fit.laws import (
     cap_fraction,
-    composition_sd,
+    composition,
     errors_of,
     fit_laws,
+    fit_overlap,
     mix_errors,
     spin_w,
 )
@@ -106,8 +107,10 @@ def fit_bundle(
             if len(s) >= FEWEST_POINTS
         }
         laws = fit_laws(data, models, laws)
-    errors = errors_of(data, models, laws)
-    laws = replace(laws, **composition_sd(errors), spin_w=spin_w(data))
+    errors = errors_of(data.mixes, data, models, laws)
+    laws = replace(composition(errors, laws), spin_w=spin_w(data))
+    laws = fit_overlap(data, models, laws)
+    overlaps = errors_of(data.overlaps, data, models, laws)
     bundle = Bundle(
         device=device.name,
         provider=provider,
@@ -127,13 +130,18 @@ def fit_bundle(
     facts: dict[str, Any] = {
         "points": {f.kernel: f.points for f in fits},
         "held_out": [asdict(f) for f in fits],
-        "mixes": {label: [round(t, 2), round(e, 2)] for label, (t, e) in errors.items()},
+        "mixes": _rounded(errors),
+        "overlaps": _rounded(overlaps),
         "runs": sorted({r.run_id for r in data.runs}),
         "samples_sha256": _samples_hash(folders),
     }
     if device.power_mode is not None:
         facts["power_mode"] = device.power_mode
     return replace(bundle, facts=facts), FitReport(kernels=fits, mixes=errors, skipped=skipped)
+
+
+def _rounded(errors: Mapping[str, tuple[float, float]]) -> dict[str, list[float]]:
+    return {label: [round(t, 2), round(e, 2)] for label, (t, e) in errors.items()}
 
 
 def _samples_hash(folders: Sequence[Path]) -> str:

@@ -28,6 +28,8 @@ IDLE_SD_W = 2.5  # idle moves by a few watts with the temperature of the board
 MIN_POWER_W = 1.0  # an op that draws less above idle than this drew nothing that the meter can tell
 # Features that change from step to step of one model, or follow from others.
 _OF_A_STEP = frozenset({"m", "rows", "tokens", "new", "context", "batch"})
+# Measured back to back: what awake links draw is not theirs, since a step is charged that once.
+_LINKED = frozenset({"limited_all_reduce"})
 _OF_OTHERS = frozenset({"wave", "aligned", "growth"})
 
 
@@ -61,7 +63,8 @@ def _reference(sample: Sample, op: Op, data: Data, laws: Laws) -> _Reference:
     compute = min(1.0, laws.compute_scale * p.compute_share)
     f = clock_ratio(sample, data.device)
     latency = trial.latency_s / (compute / f + 1.0 - compute)
-    energy = max(MIN_POWER_W, trial.power_w - own.idle_w) * trial.latency_s / f**laws.eta
+    idle_w = own.idle_w + (laws.link_w if op.kernel in _LINKED else 0.0)
+    energy = max(MIN_POWER_W, trial.power_w - idle_w) * trial.latency_s / f**laws.eta
     s = shares(op, p, latency, laws.compute_scale)
     time, power = own.ratios(s.compute, s.read, s.dram)
     return _Reference(latency / time, energy / latency / power)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from energylens.cost.bundle import Bundle, Laws
 from energylens.cost.model import CostModelSet, KernelModel
+from energylens.cost.overlap import OverlapLaw
 from energylens.fit.kernels import FEWEST_POINTS, retarget, rms
 from energylens.fit.samples import Data, above_idle_w, board_of, clock_ratio, gather
 from energylens.spec.system import Device
@@ -49,12 +50,13 @@ def compose(
     """Predicted (latency, energy with idle, clock ratio) of a sample's ops on its own board."""
     from energylens.schedule import Constants, Worker, kernel_result
 
-    of_a_model = sample.block == "host" or LAYER in sample.label
+    of_a_model = sample.block in ("host", "overlap") or LAYER in sample.label
     costs = CostModelSet(
         device=data.device,
         kernels=models,
         compute_scale=laws.compute_scale,
         compute_stretch=laws.compute_stretch if of_a_model else 0.0,
+        overlap=laws.overlap,
     ).costs(sample.ops)
     own = board_of(data, sample.board_uuid, laws)
     latency_s, energy_j = own.localise(costs)
@@ -80,17 +82,16 @@ def mix_errors(
     """
     data, _ = gather([Store(f) for f in folders], device, bundle.provider)
     seen = replace(data, typical=bundle.typical)
-    return errors_of(seen, bundle.kernels, bundle.laws)
+    return errors_of(seen.mixes, seen, bundle.kernels, bundle.laws)
 
 
 def errors_of(
-    data: Data, models: Mapping[str, KernelModel], laws: Laws
+    samples: Sequence[Sample], data: Data, models: Mapping[str, KernelModel], laws: Laws
 ) -> dict[str, tuple[float, float]]:
-    """See `mix_errors`."""
+    """See `mix_errors`; of mixes or overlaps."""
     out = {}
-    for s in data.mixes:
-        known = all(o.kernel in models for o in s.ops)
-        if s.trial is None or s.trial.power_w is None or not known:
+    for s in samples:
+        if s.trial is None or s.trial.power_w is None or not _is_known(s, models):
             continue
         t, e, _ = compose(s, data, models, laws)
         measured_e = s.trial.power_w * s.trial.latency_s
@@ -154,12 +155,60 @@ def fit_laws(data: Data, models: Mapping[str, KernelModel], laws: Laws) -> Laws:
     return moved(found.x)[0]
 
 
-def composition_sd(errors: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """Fields of `Laws` that say how far composed mixes are off."""
+def _is_known(sample: Sample, models: Mapping[str, KernelModel]) -> bool:
+    """Whether every kernel of a sample was calibrated."""
+    return all(k in models for o in sample.ops for k in _CONSISTS_OF.get(o.kernel, (o.kernel,)))
+
+
+_CONSISTS_OF = {"overlapped_all_reduce": ("gemm", "limited_all_reduce")}
+_OVERLAP_LOWEST, _OVERLAP_HIGHEST = (0.0, 0.0, 0.0, 0.0, 0.0), (2.0, 0.8, 3.0, 0.8, 10.0)
+
+
+def fit_overlap(data: Data, models: Mapping[str, KernelModel], laws: Laws) -> Laws:
+    """The laws with the overlap law that brings the times of overlaps closest to the measured ones.
+
+    Their energies follow from the other laws. Without overlaps the law stays as it is.
+    """
+    from scipy.optimize import least_squares
+
+    known = [s for s in data.overlaps if _is_known(s, models)]
+    if len(known) < FEWEST_POINTS:
+        return laws
+
+    def with_law(theta: Array, rel_se: float = 0.0) -> Laws:
+        late, slow_gemm, slow_sms, slow_collective, handover_us = map(float, theta)
+        law = OverlapLaw(
+            late=late,
+            slow_gemm=slow_gemm,
+            slow_sms=slow_sms,
+            slow_collective=slow_collective,
+            handover_s=handover_us * 1e-6,
+            rel_se=rel_se,
+        )
+        return replace(laws, overlap=law)
+
+    def residuals(theta: Array) -> Array:
+        new = with_law(theta)
+        pairs = [(compose(s, data, models, new)[0], s.trial) for s in known]
+        return np.array([math.log(t / trial.latency_s) for t, trial in pairs if trial])
+
+    found = least_squares(
+        residuals,
+        (1.0, 0.1, 1.0, 0.3, 3.0),
+        bounds=(_OVERLAP_LOWEST, _OVERLAP_HIGHEST),
+        loss="soft_l1",
+        f_scale=0.03,
+        diff_step=1e-3,
+    )
+    return with_law(found.x, rms(residuals(found.x)))
+
+
+def composition(errors: Mapping[str, tuple[float, float]], laws: Laws) -> Laws:
+    """The laws with how far composed mixes are off."""
     if len(errors) < FEWEST_POINTS:
-        return {}
+        return laws
     values = np.array(list(errors.values())) / 100
-    return {"latency_sd": rms(values[:, 0]), "energy_sd": rms(values[:, 1])}
+    return replace(laws, latency_sd=rms(values[:, 0]), energy_sd=rms(values[:, 1]))
 
 
 def spin_w(data: Data) -> float:

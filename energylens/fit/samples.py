@@ -38,6 +38,7 @@ class Data:
     typical: BoardAnchor
     ops: Mapping[str, list[Sample]]
     mixes: list[Sample]
+    overlaps: list[Sample]
     hosts: list[Sample]
     idles: list[Sample]
 
@@ -54,7 +55,7 @@ def gather(
     limit_w, anchors = _circumstances(runs, device, ", ".join(str(s.folder) for s in stores))
     skipped: dict[str, int] = defaultdict(int)
     ops: dict[str, list[Sample]] = defaultdict(list)
-    blocks: dict[str, list[Sample]] = {"mix": [], "host": [], "idle": []}
+    blocks: dict[str, list[Sample]] = {"mix": [], "overlap": [], "host": [], "idle": []}
     wanted = {run.run_id: run for run in runs}
     for sample in (s for store in stores for s in store.samples if s.run_id in wanted):
         reason = _why_unused(sample, anchors)
@@ -74,6 +75,7 @@ def gather(
         typical=typical_anchor(list(anchors.values())),
         ops=ops,
         mixes=blocks["mix"],
+        overlaps=blocks["overlap"],
         hosts=blocks["host"],
         idles=blocks["idle"],
     )
@@ -133,11 +135,10 @@ def _why_unused(sample: Sample, anchors: Mapping[str, BoardAnchor]) -> str:
         return f"skipped: {sample.reason}"
     if not sample.trial.valid:
         return f"invalid: {sample.trial.reason}"
-    if sample.block in ("op", "mix") and sample.trial.power_w is None:
+    powered = sample.block in ("op", "mix", "overlap")
+    if powered and sample.trial.power_w is None:
         return "no power"
-    if sample.block in ("op", "mix") and any(
-        u not in anchors for u in sample.board_uuid.split(";")
-    ):
+    if powered and any(u not in anchors for u in sample.board_uuid.split(";")):
         return "board without an anchor"
     return ""
 

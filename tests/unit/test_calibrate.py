@@ -127,7 +127,7 @@ def test_blocks_can_be_chosen(lab):
     lab.run(blocks=["host"])
     assert lab.samples("op") == lab.samples("mix") == []
     assert len(lab.samples("host")) == 1
-    with pytest.raises(SpecError, match="unknown block 'op'; allowed: collectives, ops"):
+    with pytest.raises(SpecError, match="unknown block 'op'; allowed: collectives, overlaps, ops"):
         lab.run(blocks=["op"])
 
 

@@ -1,13 +1,15 @@
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 from fake_board import FakeBoard, FakeClock, FakeMeter, FakeProvider, FakeWork
 
 from energylens.bench.team import measure_collectives, over_boards, without_filler
-from energylens.bench.trial import HostPoint, measure
+from energylens.bench.trial import HostPoint, MixPoint, measure
 from energylens.errors import UnsupportedError
 from energylens.graph import make_op
+from energylens.spec.system import Mode
 from energylens.store import Store, Trial, board_hash
 
 OPS = tuple(make_op("all_reduce", values=2**n, workers=2) for n in range(10, 14))
@@ -69,6 +71,17 @@ class FakeRig:
     def mix_points(self, spec):
         return ()
 
+    def overlap_points(self):
+        alone = make_op("limited_all_reduce", values=2**20, workers=2, sms=4)
+        sizes = {"values": 2**20, "workers": 2, "sms": 4, "chunks": 2, "m": 256, "n": 4096, "k": 64}
+        both = (
+            make_op("gemm", m=128, n=4096, k=64, count=2),
+            make_op("overlapped_all_reduce", **sizes),
+        )
+        for ops in ((alone,), both):
+            build = partial(self.work, ops[-1])
+            yield MixPoint(label=ops[-1].name, ops=ops, mode=Mode.CUDA_GRAPH, build=build)
+
     def host_points(self, spec):
         start = self.boards[0].now()
         self.boards[0].advance(self.boards[0].queue(1.0, 155.0))
@@ -94,6 +107,7 @@ def lab():
 def collect(lab, folder, *, rig=None, **changes):
     rig = rig or FakeRig(lab)
     arguments = {"node": "n", "seed": 0, "specs": ["llama3_8b"], "minutes": 60.0}
+    arguments["blocks"] = ["collectives"]
     arguments |= changes
     team = FakeTeam(lab)
     measure_collectives(
@@ -123,6 +137,19 @@ def test_a_collective_is_stored_with_the_mean_power_of_its_boards(lab, tmp_path)
     assert len(run.anchors.boards) == 2
     assert set(run.boards) == {board_hash("GPU-0"), board_hash("GPU-1")}
     assert run.anchors.host.launch_us == 3.0
+
+
+def test_overlaps_are_stored_and_what_they_are_made_of_as_ops(lab, tmp_path):
+    collect(lab, tmp_path, blocks=["overlaps"])
+    alone, both = Store(tmp_path).samples
+    assert (alone.block, alone.op.kernel) == ("op", "limited_all_reduce")
+    assert both.block == "overlap"
+    assert [op.kernel for op in both.ops] == ["gemm", "overlapped_all_reduce"]
+    assert both.usable
+    assert both.trial.latency_s == pytest.approx(1e-3)
+    assert both.trial.power_w == pytest.approx(320.0, rel=0.01)
+    rig = collect(lab, tmp_path, blocks=["overlaps"])
+    assert not rig.ran  # both were there
 
 
 def test_a_worker_that_spins_and_the_host_times_of_sharded_models_are_measured(lab, tmp_path):

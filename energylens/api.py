@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from threadpoolctl import threadpool_limits
 
@@ -37,6 +37,7 @@ from energylens.spec.system import (
     Engine,
     Link,
     Mode,
+    Overlapping,
     Parallelism,
     Phase,
     Workload,
@@ -135,17 +136,27 @@ def parallelism(
     pp: int | None = None,
     dp: int | None = None,
     replicas: int | None = None,
+    overlap: Overlapping | None = None,
 ) -> Parallelism:
     """Degrees; ``gpus`` alone sets tensor parallelism, and else must be what the degrees make.
+
+    Args:
+        gpus: devices in all.
+        tp: tensor parallel degree.
+        ep: expert parallel degree; adds no GPUs.
+        pp: pipeline parallel degree.
+        dp: attention data parallel degree.
+        replicas: independent copies.
+        overlap: how all-reduces run, as the spec has it by default.
 
     Raises:
         SpecError: it is not.
     """
     given = {"tp": tp, "pp": pp, "dp": dp, "replicas": replicas}
-    degrees = {name: n for name, n in given.items() if n is not None}
+    degrees: dict[str, Any] = {name: n for name, n in given.items() if n is not None}
     if gpus is not None and not degrees:
         degrees = {"tp": gpus}
-    made = Parallelism(ep=ep, **degrees)
+    made = Parallelism(ep=ep, overlap=overlap, **degrees)
     if gpus is not None and gpus != made.gpus:
         raise SpecError(
             f"--gpus is {gpus}, but replicas x dp x tp x pp = {made.gpus}; "
@@ -166,6 +177,7 @@ def predict(
     pp: int | None = None,
     dp: int | None = None,
     replicas: int | None = None,
+    overlap: Overlapping | None = None,
     batch: int = 1,
     prompt_len: int = 1024,
     gen_len: int = 128,
@@ -195,6 +207,7 @@ def predict(
         pp: pipeline parallel degree.
         dp: attention data parallel degree.
         replicas: independent copies.
+        overlap: how all-reduces run, as the spec has it by default.
         batch: sequences of each replica.
         prompt_len: tokens of each prompt.
         gen_len: generated tokens of each sequence, the one that prefill makes included.
@@ -228,7 +241,7 @@ def predict(
         catalogue=catalogue,
         precision=precision,
     )
-    degrees = parallelism(gpus=gpus, tp=tp, ep=ep, pp=pp, dp=dp, replicas=replicas)
+    degrees = parallelism(gpus=gpus, tp=tp, ep=ep, pp=pp, dp=dp, replicas=replicas, overlap=overlap)
     return _predict(
         s.spec,
         engine=s.engine,
@@ -267,6 +280,7 @@ def explore(
     ep: int | Iterable[int] | None = None,
     dp: int | Iterable[int] | None = None,
     pp: int | Iterable[int] | None = None,
+    overlap: Iterable[Overlapping | None] = (None,),
     max_ttft_s: float | None = None,
     max_tpot_s: float | None = None,
     max_power_w: float | None = None,
@@ -301,6 +315,7 @@ def explore(
         ep: expert parallel degrees, 1 and all workers by default.
         dp: attention data parallel degrees, all that the engine allows by default.
         pp: pipeline parallel degrees, likewise.
+        overlap: how all-reduces run, all ways to try; None is the spec's own.
         max_ttft_s: longest prefill.
         max_tpot_s: longest time per token.
         max_power_w: most power of all GPUs together.
@@ -346,6 +361,7 @@ def explore(
         ep=_numbers(ep),
         dp=_numbers(dp),
         pp=_numbers(pp),
+        overlap=tuple(overlap),
     )
     constraints = Constraints(
         max_ttft_s=max_ttft_s,
@@ -422,6 +438,7 @@ def advise(
     pp: int | None = None,
     dp: int | None = None,
     replicas: int | None = None,
+    overlap: Overlapping | None = None,
     batch: int = 1,
     prompt_len: int = 1024,
     gen_len: int = 128,
@@ -445,6 +462,7 @@ def advise(
         pp: pipeline parallel degree.
         dp: attention data parallel degree.
         replicas: independent copies.
+        overlap: how all-reduces run, as the spec has it by default.
         batch: sequences of each replica.
         prompt_len: tokens of each prompt.
         gen_len: generated tokens of each sequence, the one that prefill makes included.
@@ -472,7 +490,9 @@ def advise(
         engine=s.engine,
         device=s.device,
         config=Config(
-            parallelism=parallelism(gpus=gpus, tp=tp, ep=ep, pp=pp, dp=dp, replicas=replicas),
+            parallelism=parallelism(
+                gpus=gpus, tp=tp, ep=ep, pp=pp, dp=dp, replicas=replicas, overlap=overlap
+            ),
             modes=modes or {},
             power_limit_w=power_limit_w,
             routing=routing,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from energylens.errors import SpecError
 from energylens.results import Measurement
@@ -138,8 +138,8 @@ def _by_phase(rows: Sequence[Measurement], what: str) -> dict[str, Measurement]:
 def _differences(old: Measurement, new: Measurement) -> Iterator[str]:
     """What makes two rows of a phase measurements of different things."""
     names = (*_SAME, "gen_len") if old.phase == "request" else _SAME
-    before = {name: getattr(old, name) for name in names} | asdict(old.parallelism)
-    after = {name: getattr(new, name) for name in names} | asdict(new.parallelism)
+    before = {name: getattr(old, name) for name in names} | old.parallelism.degrees
+    after = {name: getattr(new, name) for name in names} | new.parallelism.degrees
     for name, value in before.items():
         if value != after[name]:
             where = f" of {old.phase}" if name == "mode" else ""

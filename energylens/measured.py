@@ -210,7 +210,7 @@ def profile_to_json(profile: Profile, *, iterations: bool = False) -> dict[str, 
         "engine": p.engine,
         "engine_version": p.engine_version,
         "precision": p.precision,
-        "parallelism": asdict(p.parallelism),
+        "parallelism": p.parallelism.degrees,
         "n_gpus": p.parallelism.gpus,
         "workload": {
             "batch": p.batch,

@@ -19,6 +19,7 @@ from energylens.cost.features import prior
 from energylens.errors import CalibrationError, EnergyLensError, OutOfRangeError, SpecError
 from energylens.graph import Op
 from energylens.lower import Experts, Lowered, fullest, lower_stages
+from energylens.lower.overlap import LEAST_ROWS, wanted
 from energylens.machine import Machine, machine
 from energylens.pipeline import pipelined
 from energylens.results import (
@@ -199,8 +200,12 @@ def _notes(
             f"sequences of {longest:g} tokens: {spec.name} is made for {spec.context}, and servers "
             "refuse more"
         )
-    if spec.overlap:
-        notes.append("overlap of the spec is not priced: collectives and compute take turns")
+    if parallelism.tp > 1 and wanted(spec, parallelism.overlap):
+        notes.append(
+            f"overlap: what collectives beside GEMMs would be worth, which {engine.name} does not "
+            "do by itself; NCCL's all-reduces on so many SMs, in steps of at least "
+            f"{LEAST_ROWS} tokens a chunk"
+        )
     if parallelism.pp > 1:
         notes.append(
             "pipeline: layers split as vLLM does; a batch in one part passes the stages one by one "

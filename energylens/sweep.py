@@ -109,7 +109,7 @@ _LAYOUT = Parallelism()
 
 
 def _layout(field: Field) -> Parallelism:
-    degrees = {name: f.integer() for name, f in field.mapping((), _DEGREES).items()}
+    degrees: dict[str, Any] = {n: f.integer() for n, f in field.mapping((), _DEGREES).items()}
     try:
         return Parallelism(**degrees)
     except EnergyLensError as error:
@@ -199,7 +199,7 @@ def _predicted(cell: Cell) -> dict[str, Any]:
         cell.spec,
         device=cell.device,
         engine=cell.engine,
-        **asdict(cell.parallelism),
+        **cell.parallelism.degrees,
         batch=cell.batch,
         prompt_len=cell.prompt_len,
         gen_len=cell.gen_len,

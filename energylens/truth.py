@@ -375,7 +375,9 @@ def _measurement(cells: _Cells) -> Measurement:
 
 
 def _parallelism(cells: _Cells) -> Parallelism:
-    degrees = {name: cells.integer(name, 1) or 1 for name in ("tp", "ep", "pp", "dp", "replicas")}
+    degrees: dict[str, Any] = {
+        name: cells.integer(name, 1) or 1 for name in ("tp", "ep", "pp", "dp", "replicas")
+    }
     try:
         parallelism = Parallelism(**degrees)
     except OutOfRangeError as error:

@@ -12,10 +12,12 @@ from energylens.cli.options import (
     Device,
     Engine,
     Json,
+    Overlap,
     check_positive,
     find_engine,
     load_anchors,
     parse_modes,
+    parse_overlap,
 )
 from energylens.cli.output import EXIT_INFEASIBLE, fail, show
 from energylens.spec.system import Workload
@@ -41,6 +43,7 @@ def advise(
     pp: Annotated[int | None, typer.Option(help="Pipeline parallel degree.")] = None,
     dp: Annotated[int | None, typer.Option(help="Attention data parallel degree.")] = None,
     replicas: Annotated[int | None, typer.Option(help="Independent copies.")] = None,
+    overlap: Overlap = None,
     gpus: Annotated[
         int | None, typer.Option(help="replicas x dp x tp x pp; given alone, it sets --tp.")
     ] = None,
@@ -66,7 +69,15 @@ def advise(
 
     catalogue = Catalogue(bundle_files=tuple(bundle or ()))
     profile = find_engine(catalogue, engine, f"energylens advise {spec}")
-    degrees = api.parallelism(gpus=gpus, tp=tp, ep=ep, pp=pp, dp=dp, replicas=replicas)
+    degrees = api.parallelism(
+        gpus=gpus,
+        tp=tp,
+        ep=ep,
+        pp=pp,
+        dp=dp,
+        replicas=replicas,
+        overlap=parse_overlap(overlap) if overlap else None,
+    )
     result = api.advise(
         spec,
         device=device,
@@ -76,6 +87,7 @@ def advise(
         pp=degrees.pp,
         dp=degrees.dp,
         replicas=degrees.replicas,
+        overlap=degrees.overlap,
         batch=batch,
         prompt_len=prompt_len,
         gen_len=gen_len,

@@ -20,6 +20,7 @@ from energylens.cli.options import (
     load_anchors,
     milliseconds,
     parse_integers,
+    parse_overlap,
     parse_precision,
     split_list,
 )
@@ -56,6 +57,13 @@ def explore(
     ] = None,
     pp: Annotated[
         str | None, typer.Option(help="Pipeline parallel degrees [all that the GPUs allow].")
+    ] = None,
+    overlap: Annotated[
+        str | None,
+        typer.Option(
+            help="All-reduces beside GEMMs, several ways to try joined by commas: "
+            "off,8x2,16x4 (SMs x chunks) [the spec's]."
+        ),
     ] = None,
     disaggregate: Annotated[
         bool,
@@ -166,6 +174,7 @@ def explore(
         ep=parse_integers("--ep", ep) if ep else None,
         dp=parse_integers("--dp", dp) if dp else None,
         pp=parse_integers("--pp", pp) if pp else None,
+        overlap=[parse_overlap(text) for text in split_list(overlap)] or (None,),
         max_ttft_s=limits.max_ttft_s,
         max_tpot_s=limits.max_tpot_s,
         max_power_w=limits.max_power_w,

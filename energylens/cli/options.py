@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from energylens.errors import SpecError
-from energylens.spec.system import Mode, Phase
+from energylens.spec.system import Mode, Overlapping, Phase
 from energylens.units import BITS
 
 if TYPE_CHECKING:
@@ -59,6 +59,15 @@ Stored = Annotated[
         "--precision",
         help="Store the model otherwise: weights=fp8, kv_cache=fp8, or both joined by a comma "
         "[the spec's].",
+    ),
+]
+
+
+Overlap = Annotated[
+    str | None,
+    typer.Option(
+        help="All-reduces beside GEMMs: SMSxCHUNKS, e.g. 16x4 on 16 SMs in 4 chunks, or off "
+        "[the spec's]."
     ),
 ]
 
@@ -142,6 +151,18 @@ def parse_precision(text: str | None) -> dict[str, str]:
             )
         found[role] = parse_choice(f"--precision {role}", dtype, {name: name for name in BITS})
     return found
+
+
+def parse_overlap(text: str) -> Overlapping:
+    """``16x4``: all-reduces on 16 SMs, beside GEMMs in 4 chunks; ``off``: none is."""
+    sms, times, chunks = text.partition("x")
+    if text == "off":
+        return Overlapping()
+    if not (times and sms.isdecimal() and chunks.isdecimal() and int(sms) and int(chunks)):
+        raise SpecError(
+            f"--overlap: {text!r} found, and must be off, or SMs and chunks above 0, e.g. 16x4"
+        )
+    return Overlapping(sm=int(sms), chunks=int(chunks))
 
 
 def parse_laws(text: str | None) -> frozenset[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +14,7 @@ from energylens.cli.options import (
     Device,
     Engine,
     Json,
+    Overlap,
     Stored,
     Without,
     check_least,
@@ -24,6 +24,7 @@ from energylens.cli.options import (
     parse_choice,
     parse_laws,
     parse_modes,
+    parse_overlap,
     parse_precision,
     split_list,
 )
@@ -71,6 +72,7 @@ def predict(
     ] = None,
     dp: Annotated[int | None, typer.Option(help="Attention data parallel degree.")] = None,
     replicas: Annotated[int | None, typer.Option(help="Independent copies.")] = None,
+    overlap: Overlap = None,
     gpus: Annotated[
         int | None, typer.Option(help="replicas x dp x tp x pp; given alone, it sets --tp.")
     ] = None,
@@ -160,7 +162,15 @@ def predict(
         },
     )
     catalogue = Catalogue(bundle_files=tuple(bundle or ()))
-    degrees = api.parallelism(gpus=gpus, tp=tp, ep=ep, pp=pp, dp=dp, replicas=replicas)
+    degrees = api.parallelism(
+        gpus=gpus,
+        tp=tp,
+        ep=ep,
+        pp=pp,
+        dp=dp,
+        replicas=replicas,
+        overlap=parse_overlap(overlap) if overlap else None,
+    )
     named = api.setting(
         spec,
         device=device,
@@ -189,7 +199,8 @@ def predict(
         named.spec,
         device=named.device,
         engine=named.engine,
-        **asdict(degrees),
+        **degrees.degrees,
+        overlap=degrees.overlap,
         batch=batch,
         prompt_len=prompt_len,
         gen_len=gen_len,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from energylens.errors import EnergyLensError, SpecError
 from energylens.explore.front import exact_values
 from energylens.lower.fuse import groups
+from energylens.lower.overlap import wanted
 from energylens.predict import Catalogue, predict
 from energylens.results import Anchors, Infeasible, Prediction
 from energylens.results.search import Advice, Change
@@ -18,6 +19,7 @@ from energylens.spec.system import (
     Device,
     Engine,
     Mode,
+    Overlapping,
     Parallelism,
     Phase,
     Workload,
@@ -28,6 +30,7 @@ COMPARED = ("energy_per_token_j", "energy_per_request_j", "tpot_s", "ttft_s", "t
 """Values that a change is compared by."""
 
 _POWER_SHARES = (0.85, 0.7, 0.55, 0.4)  # of the device's limit, to try
+_OVERLAPS = tuple(Overlapping(sm=n, chunks=c) for n in (8, 16) for c in (2, 4, 8))  # to try
 _SMALLER = "fp8"  # weights and caches to try
 
 
@@ -147,10 +150,7 @@ def _changes(d: Deployment, known: Catalogue) -> Iterator[tuple[str, str, Deploy
             yield "engine", f"engine {name}", replace(d, engine=known.engine(name), config=config)
     yield from _modes(d)
     yield from _fusions(d, known)
-    if d.spec.overlap:
-        yield "overlap", "no overlap", replace(d, spec=replace(d.spec, overlap=()))
-    else:
-        yield "overlap", "overlap", "the spec names no collective that runs beside compute"
+    yield from _overlaps(d)
     for name in known.list("devices"):
         if name != d.device.name:
             config = replace(d.config, power_limit_w=None)
@@ -174,11 +174,13 @@ def _layouts(d: Deployment) -> Iterator[tuple[str, str, Deployment | str]]:
                     continue
                 for ep in sorted({1, tp * dp}) if experts else (1,):
                     replicas = now.gpus // (pp * dp * tp)
-                    p = Parallelism(tp=tp, ep=ep, pp=pp, dp=dp, replicas=replicas)
+                    p = Parallelism(
+                        tp=tp, ep=ep, pp=pp, dp=dp, replicas=replicas, overlap=now.overlap
+                    )
                     if p == now:
                         continue
                     each = flight // replicas
-                    degrees = [f"{n} {v}" for n, v in asdict(p).items() if v > 1] or ["tp 1"]
+                    degrees = [f"{n} {v}" for n, v in p.degrees.items() if v > 1] or ["tp 1"]
                     label = f"{', '.join(degrees)}, batch {each}"
                     if each * replicas != flight:
                         reason = f"{flight} sequences in flight do not divide over {replicas}"
@@ -201,6 +203,19 @@ def _precisions(d: Deployment) -> Iterator[tuple[str, str, Deployment | str]]:
             yield "precision", label, f"the datasheet of {d.device.name} has no {_SMALLER}"
         else:
             yield "precision", label, replace(d, spec=replace(d.spec, precision=precision))
+
+
+def _overlaps(d: Deployment) -> Iterator[tuple[str, str, Deployment | str]]:
+    """Collectives beside compute, or none of them."""
+    now = d.config.parallelism
+    if now.tp == 1:
+        yield "overlap", "overlap", "a tensor parallel group of one has no all-reduces"
+        return
+    for overlap in (Overlapping(), *_OVERLAPS):
+        if overlap != now.overlap and (overlap or wanted(d.spec, now.overlap)):
+            label = f"overlap {overlap}" if overlap else "no overlap"
+            config = replace(d.config, parallelism=replace(now, overlap=overlap))
+            yield "overlap", label, replace(d, config=config)
 
 
 def _modes(d: Deployment) -> Iterator[tuple[str, str, Deployment]]:

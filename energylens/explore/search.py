@@ -43,7 +43,16 @@ from energylens.results import (
 from energylens.results.search import ContextPoint, Frontier, Pool, ScoredConfig
 from energylens.schedule import LEVEL
 from energylens.spec.model import Spec
-from energylens.spec.system import Config, Device, Engine, Link, Parallelism, Phase, Workload
+from energylens.spec.system import (
+    Config,
+    Device,
+    Engine,
+    Link,
+    Overlapping,
+    Parallelism,
+    Phase,
+    Workload,
+)
 from energylens.units import BYTES_PER_GB
 
 Array = NDArray[np.float64]
@@ -75,6 +84,7 @@ class SearchSpace:
         batches: sequences of a replica.
         tp, ep, dp, pp: degrees; by default ep is 1 or all workers of a stage, which is what engines
             launch.
+        overlap: how the all-reduces of tensor parallelism run; None is the spec's own way.
     """
 
     batches: Sequence[int] = range(1, 257)
@@ -82,6 +92,7 @@ class SearchSpace:
     ep: tuple[int, ...] | None = None
     dp: tuple[int, ...] | None = None
     pp: tuple[int, ...] | None = None
+    overlap: tuple[Overlapping | None, ...] = (None,)
 
     def __post_init__(self) -> None:
         for name in ("batches", "tp", "ep", "dp", "pp"):
@@ -91,17 +102,22 @@ class SearchSpace:
                     f"{name}: every value must be at least 1, not {min(given, default='none')}"
                 )
 
-    def layouts(self, spec: Spec, engine: Engine, gpus: int) -> Iterator[tuple[int, int, int, int]]:
-        """(tp, ep, dp, pp) of each layout to try, the given degrees as they are, ascending."""
+    def layouts(
+        self, spec: Spec, engine: Engine, gpus: int
+    ) -> Iterator[tuple[int, int, int, int, Overlapping | None]]:
+        """(tp, ep, dp, pp, overlap) of each layout, the given degrees as they are, ascending."""
         data_parallel = spec.moe is not None and engine.dp_dispatch
+        # Without any of the spec's own there is nothing to switch off.
+        ways = dict.fromkeys(o if o or spec.overlap else None for o in self.overlap)
         for tp in sorted(set(self.tp or (n for n in valid_tp(spec) if n <= gpus))):
             most_dp = max(1, gpus // tp) if data_parallel else 1
             for dp in sorted(set(self.dp or range(1, most_dp + 1))):
                 whole = {1, tp * dp} if spec.moe is not None else {1}
                 most_pp = max(1, gpus // (tp * dp)) if engine.pipeline_tensors else 1
+                pps = sorted(set(self.pp or range(1, most_pp + 1)))
                 for ep in sorted(set(self.ep or whole)):
-                    for pp in sorted(set(self.pp or range(1, most_pp + 1))):
-                        yield tp, ep, dp, pp
+                    for overlap in ways if tp > 1 else (None,):
+                        yield from ((tp, ep, dp, pp, overlap) for pp in pps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,7 +374,7 @@ class Search:
         fits = False
         model, costs = self.machine(Parallelism()).model, dict[Key, Array]()
         last: tuple[Parallelism, Lowered | Infeasible, StepSums] | None = None
-        for tp, ep, dp, pp in self.space.layouts(self.spec, self.engine, self.gpus):
+        for tp, ep, dp, pp, overlap in self.space.layouts(self.spec, self.engine, self.gpus):
             if tp * dp * pp > self.gpus:
                 pipeline = f", pp={pp}" if pp > 1 else ""
                 reason = f"tp={tp}, dp={dp}{pipeline}: more than {self.gpus} GPUs"
@@ -370,7 +386,9 @@ class Search:
                 self.infeasible[reason] += len(self._batches)
                 continue
             replicas = self.gpus // (tp * dp * pp)
-            parallelism = Parallelism(tp=tp, ep=ep, dp=dp, pp=pp, replicas=replicas)
+            parallelism = Parallelism(
+                tp=tp, ep=ep, dp=dp, pp=pp, replicas=replicas, overlap=overlap
+            )
             stage = replace(parallelism, pp=1, replicas=1)
             if last is None or last[0] != stage:
                 whole = lower(self.spec, self.engine, stage, routing=self.config.routing)

@@ -11,6 +11,7 @@ from energylens.graph import EinsumCount, Op, count_einsum
 from energylens.lower.fuse import Group, groups
 from energylens.lower.items import Attention, Experts, Item, Prepare, Rowwise
 from energylens.lower.latent import Latent, latent_attention
+from energylens.lower.overlap import overlapped, wanted
 from energylens.lower.routing import Routing, make_routing
 from energylens.lower.shard import Sharding, entry_ranks, product, shard
 from energylens.results import Infeasible
@@ -125,7 +126,8 @@ def lower(
         redundant_experts: experts that are held twice.
 
     Raises:
-        SpecError: the engine has no kernel for an entry.
+        SpecError: the engine has no kernel for an entry, or a collective cannot run beside what the
+            spec names.
         UnsupportedError: an entry or a fusion has a form that no kernel computes.
     """
     sharding = shard(spec, parallelism, experts_only=engine.ep_replicates)
@@ -145,7 +147,7 @@ def lower(
                 f"allowed: 0 to {experts}, and more than 0 with ep above 1"
             )
     walk = _Lowering(spec, engine, sharding, _routing(spec, routing), redundant_experts)
-    items, blocks = walk.run()
+    items, blocks = overlapped(*walk.run(), wanted(spec, parallelism.overlap), spec.blocks)
     return Lowered(
         spec=spec,
         engine=engine,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from energylens.anchors import anchors_to_json
 from energylens.report.launch import PredictCommand, command_lines, commands
+from energylens.report.prediction import overlap_document
 from energylens.report.table import bundle_names, digits, memory, quantity, table
 from energylens.results import LIMIT_OPTIONS, Infeasible, SearchCounts
 from energylens.results.search import Frontier, ScoredConfig
@@ -141,12 +142,13 @@ def _scored(c: ScoredConfig) -> dict[str, Any]:
     return {
         "id": c.id,
         "device": c.pool.device,
-        "parallelism": {**asdict(c.parallelism), "gpus": c.parallelism.gpus},
+        "parallelism": {**c.parallelism.degrees, "gpus": c.parallelism.gpus},
+        "overlap": overlap_document(c.parallelism),
         "batch": c.batch,
         "prefill": {
             **asdict(c.prefill),
             "parallelism": {
-                **asdict(c.prefill.parallelism),
+                **c.prefill.parallelism.degrees,
                 "gpus": c.prefill.parallelism.gpus,
             },
         }
@@ -222,17 +224,19 @@ def _front_table(f: Frontier) -> Table:
     shown = [c for c in f.front if c.exact]
     columns = {n: v for n, v in FRONT_COLUMNS.items() if n in shown[0].values} if shown else {}
     rows = []
+    overlaps = any(c.parallelism.overlap is not None for c in f.configs)
     for c in shown:
         p = c.parallelism
         marks = [*(f"best {n}" for n in c.best_of), *(f"tied {n}" for n in c.tied_on)]
         cells = [_cell(c.values[n], unit) for n, (_, unit) in columns.items()]
         device = [f"{c.pool.gpus} x {c.pool.device}"] if len(f.pools) > 1 else []
         degrees = [str(n) for n in (p.tp, p.ep, p.dp, p.pp, p.replicas, c.batch)]
+        overlap = [str(p.overlap or "-")] if overlaps else []
         if c.prefill is not None:
             q = c.prefill.parallelism
             first = (q.tp, q.ep, q.dp, q.pp, q.replicas, c.prefill.batch)
             degrees = [f"{n}/{own}" for n, own in zip(first, degrees, strict=True)]
-        rows.append((str(c.rank), *device, *degrees, *cells, ", ".join(marks)))
+        rows.append((str(c.rank), *device, *degrees, *overlap, *cells, ", ".join(marks)))
     names = (
         "rank",
         *(["device"] if len(f.pools) > 1 else []),
@@ -242,6 +246,7 @@ def _front_table(f: Frontier) -> Table:
         "pp",
         "replicas",
         "batch",
+        *(["overlap"] if overlaps else []),
         *(t for t, _ in columns.values()),
         "",
     )
@@ -359,8 +364,9 @@ def layout_name(f: Frontier, config: ScoredConfig) -> str:
 
 
 def _degrees(parallelism: Parallelism) -> str:
-    degrees = {n: d for n, d in asdict(parallelism).items() if d > 1 and n != "replicas"}
+    degrees = {n: d for n, d in parallelism.degrees.items() if d > 1 and n != "replicas"}
     name = " ".join(f"{n}{d}" for n, d in degrees.items()) or "tp1"
+    name += f" overlap {parallelism.overlap}" if parallelism.overlap is not None else ""
     return f"{name} x {parallelism.replicas}" if parallelism.replicas > 1 else name
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from energylens.results.search import Frontier, PrefillPool, ScoredConfig
 from energylens.spec.system import Parallelism
@@ -47,11 +47,14 @@ def command_lines(
     found = commands(f, config, predict_command)
 
     def launch(command: str | None, p: Parallelism) -> str:
-        if not command or p.replicas == 1:
-            return command or _no_launch(f)
+        if not command:
+            return _no_launch(f)
         own = p.replica_gpus
         each = f"{own} GPUs of its own" if own > 1 else "a GPU of its own"
-        return f"{command}   # {p.replicas} of these, each on {each}"
+        remarks = [f"{p.replicas} of these, each on {each}"] if p.replicas > 1 else []
+        if p.overlap:
+            remarks.append(f"without the overlap, for which {f.engine} has no switch")
+        return f"{command}   # {'; '.join(remarks)}" if remarks else command
 
     limit = found.get("power_limit")
     before = {"before": f"{limit}   # as root, where the GPUs are"} if limit else {}
@@ -178,8 +181,10 @@ def _trtllm(f: Frontier, config: ScoredConfig) -> str | None:
 
 
 def _predict(f: Frontier, config: ScoredConfig, command: PredictCommand) -> str:
-    degrees = asdict(config.parallelism)
+    degrees = config.parallelism.degrees
     options = "".join(f" --{name} {n}" for name, n in degrees.items() if n > 1)
+    if config.parallelism.overlap is not None:
+        options += f" --overlap {config.parallelism.overlap}"
     if config.parallelism.pp > 1:
         options += f" --microbatches {min(config.parallelism.pp, config.batch)}"
     lengths = f"--prompt-len {f.prompt_len} --gen-len {f.gen_len}"

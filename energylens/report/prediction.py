@@ -141,9 +141,15 @@ def subject(
         "spec": spec,
         "device": device,
         "engine": engine,
-        "parallelism": {**asdict(parallelism), "gpus": parallelism.gpus},
+        "parallelism": {**parallelism.degrees, "gpus": parallelism.gpus},
+        "overlap": overlap_document(parallelism),
         "workload": {**asdict(workload), "context_len": workload.decode_context},
     }
+
+
+def overlap_document(parallelism: Parallelism) -> dict[str, int] | None:
+    """SMs and chunks of the collectives beside compute that were asked for, or None."""
+    return asdict(parallelism.overlap) if parallelism.overlap is not None else None
 
 
 def _phase(result: PhaseResult | None, gpus: int) -> dict[str, Any] | None:
@@ -186,7 +192,9 @@ def subject_line(
     spec: str, device: str, engine: str, parallelism: Parallelism, workload: Workload
 ) -> str:
     """What was predicted, as tables begin."""
-    degrees = "".join(f", {name} {n}" for name, n in asdict(parallelism).items() if n > 1)
+    degrees = "".join(f", {name} {n}" for name, n in parallelism.degrees.items() if n > 1)
+    if parallelism.overlap is not None:
+        degrees += f", overlap {parallelism.overlap}"
     return (
         f"{spec} on {parallelism.gpus} x {device}, engine {engine}{degrees}: "
         f"batch {workload.batch}, prompt {workload.prompt_len}, generate {workload.gen_len}, "

@@ -31,7 +31,7 @@ def serving_document(result: ServingResult) -> dict[str, Any]:
         **asdict(r),
         "feasible": True,
         "reason": None,
-        "parallelism": {**asdict(r.parallelism), "gpus": r.parallelism.gpus},
+        "parallelism": {**r.parallelism.degrees, "gpus": r.parallelism.gpus},
         "source": str(r.source),
         "anchors": anchors_to_json(r.anchors) if r.anchors else None,
         "null_reasons": reasons,
@@ -48,7 +48,7 @@ def serving_infeasible_document(
         "spec": spec,
         "device": device,
         "engine": engine,
-        "parallelism": {**asdict(parallelism), "gpus": parallelism.gpus},
+        "parallelism": {**parallelism.degrees, "gpus": parallelism.gpus},
         "feasible": False,
         "reason": infeasible.reason,
         "bundles": [],
@@ -72,7 +72,7 @@ def serving_table(result: ServingResult) -> RenderableType:
 
 def _service_line(r: ServingResult) -> str:
     t = r.traffic
-    degrees = "".join(f", {name} {n}" for name, n in asdict(r.parallelism).items() if n > 1)
+    degrees = "".join(f", {name} {n}" for name, n in r.parallelism.degrees.items() if n > 1)
     rate = "at one time" if t.rate_per_s is None else f"at {t.rate_per_s:.4g}/s"
     return (
         f"{r.spec} on {r.parallelism.gpus} x {r.device}, engine {r.engine}{degrees}: "

@@ -277,7 +277,7 @@ class Prediction:
             "spec": self.spec,
             "device": self.device,
             "engine": self.engine,
-            **asdict(self.parallelism),
+            **self.parallelism.degrees,
             "gpus": self.parallelism.gpus,
             **asdict(self.workload),
             "context_len": self.workload.decode_context,

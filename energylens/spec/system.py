@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any
 
 from energylens.errors import OutOfRangeError
 from energylens.units import ARITHMETIC
@@ -349,19 +350,47 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Overlapping:
+    """All-reduces on ``sm`` streaming multiprocessors beside GEMMs in ``chunks``; 0: none is.
+
+    Written ``16x4``, or ``off``.
+    """
+
+    sm: int = 0
+    chunks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.sm < 0 or self.chunks < 1 or (self.sm == 0 and self.chunks > 1):
+            raise OutOfRangeError(
+                f"an overlap needs at least one SM and one chunk, not {self.sm}x{self.chunks}"
+            )
+
+    def __bool__(self) -> bool:
+        return self.sm > 0
+
+    def __str__(self) -> str:
+        return f"{self.sm}x{self.chunks}" if self else "off"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Parallelism:
-    """Degrees: GPUs = replicas · dp · tp · pp; ``ep`` regroups the tp·dp workers and adds none."""
+    """Degrees: GPUs = replicas · dp · tp · pp; ``ep`` regroups the tp·dp workers and adds none.
+
+    ``overlap`` says how the all-reduces of a tensor parallel group run, by default as the model's
+    spec has it.
+    """
 
     tp: int = 1
     ep: int = 1
     pp: int = 1
     dp: int = 1
     replicas: int = 1
+    overlap: Overlapping | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tp", "ep", "pp", "dp", "replicas"):
-            if getattr(self, name) < 1:
-                raise OutOfRangeError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name, degree in self.degrees.items():
+            if degree < 1:
+                raise OutOfRangeError(f"{name} must be at least 1, not {degree}")
         if (self.tp * self.dp) % self.ep:
             raise OutOfRangeError(
                 f"ep={self.ep} must divide tp*dp = {self.tp}*{self.dp} = {self.tp * self.dp}"
@@ -383,10 +412,19 @@ class Parallelism:
         return self.replicas * self.replica_gpus
 
     @property
+    def degrees(self) -> dict[str, Any]:
+        """All degrees by name."""
+        return {name: getattr(self, name) for name in ("tp", "ep", "pp", "dp", "replicas")}
+
+    @property
     def layout(self) -> str:
-        """Degrees of a replica: ``tp=2, ep=1, dp=1``, and ``pp=2`` where there is a pipeline."""
+        """Degrees of a replica: ``tp=2, ep=1, dp=1``, and what else there is.
+
+        ``pp=2`` of a pipeline, ``overlap=16x4`` where it was asked for.
+        """
         pipeline = f", pp={self.pp}" if self.pp > 1 else ""
-        return f"tp={self.tp}, ep={self.ep}, dp={self.dp}{pipeline}"
+        overlap = f", overlap={self.overlap}" if self.overlap is not None else ""
+        return f"tp={self.tp}, ep={self.ep}, dp={self.dp}{pipeline}{overlap}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,124 @@
+"""Collectives that run beside compute, in place of collectives and compute that take turns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from energylens.errors import SpecError
+from energylens.graph import Op
+from energylens.lower.items import Item, Rowwise
+from energylens.spec.model import Block, Entry, Overlap, Spec
+from energylens.spec.system import Engine, Overlapping, Step
+
+LEAST_ROWS = 128
+"""Rows of a chunk, at least: the tile of a matrix kernel. Smaller steps are not worth cutting."""
+
+_MADE_BY = "_all_reduce"  # what follows the entry's name in that of its collective
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlapped:
+    """A GEMM in chunks of its rows, and an all-reduce on a few SMs beside it.
+
+    Attributes:
+        gemm, reduce: as they are where they take turns.
+        sm, chunks: see `energylens.spec.model.Overlap`.
+    """
+
+    gemm: Rowwise
+    reduce: Rowwise
+    sm: int
+    chunks: int
+
+    def ops(self, engine: Engine, step: Step, worker: int) -> Iterator[Op]:
+        """See `energylens.lower.items.Item`; steps of few rows take turns."""
+        (gemm,) = self.gemm.ops(engine, step, worker)
+        (reduce,) = self.reduce.ops(engine, step, worker)
+        m, n, k = gemm.shape
+        rows = math.ceil(m / self.chunks)
+        if rows < LEAST_ROWS:
+            yield from (gemm, reduce)
+            return
+        values, workers = reduce.shape
+        yield replace(gemm, shape=(rows, n, k), count=gemm.count * self.chunks)
+        yield replace(
+            reduce,
+            kernel="overlapped_all_reduce",
+            shape=(values, workers, self.sm, self.chunks, m, n, k),
+            dtype=gemm.dtype,
+            launches=reduce.launches * self.chunks,
+        )
+
+
+def wanted(spec: Spec, asked: Overlapping | None) -> tuple[Overlap, ...]:
+    """The overlaps of a model: those that were asked for, else its own.
+
+    Asked for are all: each all-reduce beside the GEMM whose partial sums it adds up.
+    """
+    if asked is None:
+        return spec.overlap
+    names = dict.fromkeys(e.name for b in spec.blocks for e in b.cascade if _sums_up(spec, e))
+    return tuple(
+        Overlap(collective=name, beside=name, sm=asked.sm, chunks=asked.chunks)
+        for name in names
+        if asked
+    )
+
+
+def _sums_up(spec: Spec, entry: Entry) -> bool:
+    """Whether it is a GEMM that leaves partial sums under tensor parallelism."""
+    if entry.einsum is None or not any(a.is_weight for a in entry.einsum.inputs):
+        return False
+    reduced = set(entry.einsum.reduced)
+    of_experts = spec.moe is not None and any(
+        spec.moe["rank"] in a.ranks for a in entry.einsum.inputs
+    )
+    return not of_experts and bool(reduced & set(spec.parallelism.get("tp", ())))
+
+
+def overlapped(
+    items: Sequence[Item],
+    blocks: Sequence[int | None],
+    overlaps: Sequence[Overlap],
+    model: Sequence[Block],
+) -> tuple[tuple[Item, ...], tuple[int | None, ...]]:
+    """Items and the block of each, with every overlap in the place of its collective.
+
+    Raises:
+        SpecError: a collective is to run beside something that is no GEMM of its block, or two
+            beside the same one.
+    """
+    kept: dict[int, Item] = dict(enumerate(items))
+    for overlap in overlaps:
+        for i, item in enumerate(items):
+            if not isinstance(item, Rowwise) or item.name != overlap.collective + _MADE_BY:
+                continue
+            j = _beside(items, blocks, overlap, blocks[i])
+            if j is None or j not in kept:
+                where = model[blocks[i] or 0].name
+                why = "has a collective beside it already" if j is not None else "is no GEMM of it"
+                raise SpecError(
+                    f"overlap of {overlap.collective!r} with {overlap.beside!r} in block "
+                    f"{where!r}: {overlap.beside!r} {why}; name a GEMM of the block, or "
+                    f"{overlap.collective!r} itself"
+                )
+            gemm = kept.pop(j)
+            assert isinstance(gemm, Rowwise)  # `_beside` looks for nothing else
+            kept[i] = Overlapped(gemm=gemm, reduce=item, sm=overlap.sm, chunks=overlap.chunks)
+    order = sorted(kept)
+    return tuple(kept[i] for i in order), tuple(blocks[i] for i in order)
+
+
+def _beside(
+    items: Sequence[Item], blocks: Sequence[int | None], overlap: Overlap, block: int | None
+) -> int | None:
+    """Index of the GEMM of a block that an overlap names: by an entry, or by all that it fuses."""
+    for j, item in enumerate(items):
+        if blocks[j] != block or not isinstance(item, Rowwise) or set(item.scaled) != {"m"}:
+            continue
+        members = item.name.split("+")
+        if overlap.beside in members or overlap.beside == "_".join(members):
+            return j
+    return None

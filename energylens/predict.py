@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from energylens.cost.bundle import Bundle, load_bundle, select
 from energylens.cost.features import prior
+from energylens.cost.overlap import NCCL_SMS
 from energylens.errors import CalibrationError, EnergyLensError, OutOfRangeError, SpecError
-from energylens.graph import Op
+from energylens.graph import Op, make_op
 from energylens.lower import Experts, Lowered, fullest, lower_stages
 from energylens.lower.overlap import LEAST_ROWS, wanted
 from energylens.machine import Machine, machine
@@ -29,6 +30,9 @@ from energylens.results import (
     Infeasible,
     Interval,
     Measurement,
+    OpsPrediction,
+    OverlapKind,
+    OverlapRun,
     PhaseResult,
     Prediction,
 )
@@ -93,13 +97,7 @@ def predict(
         SpecError: the engine has no kernel for an op of the spec, the power limit is above the
             device's, or a law to leave out is unknown.
     """
-    if config.power_limit_w is not None and config.power_limit_w > device.power_limit_w:
-        raise SpecError(
-            f"a power limit of {config.power_limit_w:g} W: {device.name} allows up to "
-            f"{device.power_limit_w:g} W"
-        )
-    for law in without - set(LAWS):
-        raise SpecError(f"without: unknown law {law!r}; allowed: {', '.join(LAWS)}")
+    _check(device, config.power_limit_w, without)
     engine, parallelism = _set(engine.on(device), config, workload), config.parallelism
     most = min(parallelism.pp, workload.batch)
     if config.microbatches is not None and not 1 <= config.microbatches <= most:
@@ -166,6 +164,63 @@ def predict(
             {str(p): i for p in phases if (i := run.imbalance(p)) is not None}
         ),
     )
+
+
+def predict_ops(
+    ops: Sequence[Op],
+    *,
+    device: Device,
+    workers: int,
+    bundle: Bundle | None,
+    anchors: Anchors | None = None,
+    power_limit_w: float | None = None,
+    without: frozenset[str] = frozenset(),
+    link: Link | None = None,
+) -> OpsPrediction | Infeasible:
+    """Latency and energy of ops that follow each other again and again, with no host in the way.
+
+    Args:
+        ops: what each worker executes.
+        device: what it runs on.
+        workers: how many do so.
+        bundle: calibration, or None for the roofline.
+        anchors: of the boards meant, in the order of the workers.
+        power_limit_w: of each board, that of the calibration by default.
+        without: composition laws to leave out (`energylens.schedule.LAWS`).
+        link: interconnect of the workers, for collectives that the bundle does not have.
+
+    Returns:
+        A prediction, or why the ops cannot run.
+
+    Raises:
+        SpecError: the power limit is above the device's, or a law to leave out is unknown.
+    """
+    _check(device, power_limit_w, without)
+    priced = machine(
+        device,
+        workers=workers,
+        bundle=bundle,
+        anchors=anchors,
+        power_limit_w=power_limit_w,
+        link=link,
+    )
+    step = priced.step(ops, Mode.CUDA_GRAPH, without)
+    if step.clock <= LOWEST_CLOCK:
+        return Infeasible(reason=priced.cannot_hold)
+    return OpsPrediction(
+        result=_phase_result([(1.0, step)], priced), bundles=(bundle.ref,) if bundle else ()
+    )
+
+
+def _check(device: Device, power_limit_w: float | None, without: frozenset[str]) -> None:
+    """Refuse a power limit that the device has not, and laws that nobody knows."""
+    if power_limit_w is not None and power_limit_w > device.power_limit_w:
+        raise SpecError(
+            f"a power limit of {power_limit_w:g} W: {device.name} allows up to "
+            f"{device.power_limit_w:g} W"
+        )
+    for law in without - set(LAWS):
+        raise SpecError(f"without: unknown law {law!r}; allowed: {', '.join(LAWS)}")
 
 
 def _notes(
@@ -271,7 +326,8 @@ class _Run:
     def phase(self, phase: Phase) -> tuple[PhaseResult, tuple[BreakdownRow, ...]]:
         """Result and breakdown of one phase."""
         steps = self._steps(phase)
-        return self._result(steps), self._breakdown(phase, steps)
+        replicas = self.config.parallelism.replicas
+        return _phase_result(steps, self.machine, replicas), self._breakdown(phase, steps)
 
     def _steps(self, phase: Phase) -> list[tuple[float, StepResult]]:
         """(count, step) of the steps that a phase consists of."""
@@ -351,29 +407,6 @@ class _Run:
     def _turns(self, step: Step, *, lone: bool) -> tuple[StepResult, ...]:
         return self.machine.turns(self.stages, step, self.without, lone=lone)
 
-    def _result(self, steps: Sequence[tuple[float, StepResult]]) -> PhaseResult:
-        latency = sum(n * s.latency_s for n, s in steps)
-        energy = sum(n * s.energy_j for n, s in steps)
-        replicas = self.config.parallelism.replicas
-
-        def bound(name: str, side: int) -> float:
-            return float(sum(n * getattr(s.interval, name)[side] for n, s in steps))
-
-        longest = max(steps, key=lambda p: p[0] * p[1].latency_s)[1]
-        return PhaseResult(
-            latency_s=latency,
-            energy_j=energy * replicas,
-            mean_power_w=energy / latency / len(self.machine.boards),
-            clock_hz=longest.clock * self.machine.device.clock_max_hz,
-            interval=Interval(
-                level=LEVEL,
-                latency_s=(bound("latency_s", 0), bound("latency_s", 1)),
-                energy_j=(bound("energy_j", 0) * replicas, bound("energy_j", 1) * replicas),
-            ),
-            source=max(s.source for _, s in steps),
-            regime=longest.regime,
-        )
-
     def _breakdown(
         self, phase: Phase, steps: Sequence[tuple[float, StepResult]]
     ) -> tuple[BreakdownRow, ...]:
@@ -414,6 +447,32 @@ class _Run:
             )
             for key, row in rows.items()
         )
+
+
+def _phase_result(
+    steps: Sequence[tuple[float, StepResult]], priced: Machine, replicas: int = 1
+) -> PhaseResult:
+    """What (count, step) of each step of a phase come to, of all replicas."""
+    latency = sum(n * s.latency_s for n, s in steps)
+    energy = sum(n * s.energy_j for n, s in steps)
+
+    def bound(name: str, side: int) -> float:
+        return float(sum(n * getattr(s.interval, name)[side] for n, s in steps))
+
+    longest = max(steps, key=lambda p: p[0] * p[1].latency_s)[1]
+    return PhaseResult(
+        latency_s=latency,
+        energy_j=energy * replicas,
+        mean_power_w=energy / latency / len(priced.boards),
+        clock_hz=longest.clock * priced.device.clock_max_hz,
+        interval=Interval(
+            level=LEVEL,
+            latency_s=(bound("latency_s", 0), bound("latency_s", 1)),
+            energy_j=(bound("energy_j", 0) * replicas, bound("energy_j", 1) * replicas),
+        ),
+        source=max(s.source for _, s in steps),
+        regime=longest.regime,
+    )
 
 
 def microbatches(batch: int, count: int) -> tuple[int, ...]:
@@ -530,7 +589,7 @@ def predict_measurement(
     without: frozenset[str],
     catalogue: Catalogue,
     max_sequences: int | None = None,
-) -> Prediction | Infeasible | str:
+) -> Prediction | OpsPrediction | Infeasible | str:
     """The prediction that stands beside a measured row, or why there is none.
 
     Args:
@@ -545,6 +604,8 @@ def predict_measurement(
         CalibrationError: a bundle is damaged.
     """
     try:
+        if m.overlap is not None:
+            return _predict_overlap(m, m.overlap, anchors, without, catalogue)
         spec, engine, device = (
             catalogue.spec(m.spec),
             catalogue.engine(m.engine),
@@ -587,3 +648,66 @@ def predict_measurement(
         raise
     except EnergyLensError as error:
         return str(error)
+
+
+def _predict_overlap(
+    m: Measurement,
+    run: OverlapRun,
+    anchors: Anchors | None,
+    without: frozenset[str],
+    catalogue: Catalogue,
+) -> OpsPrediction | Infeasible:
+    """The prediction beside a row that ran a GEMM and its all-reduce."""
+    device, workers = catalogue.device(m.device), m.parallelism.workers
+    engine = catalogue.engine("hf")  # its kernels are torch's, and so are those of the row
+    return predict_ops(
+        overlap_ops(run, device, workers),
+        device=device,
+        workers=workers,
+        bundle=select(catalogue.bundles(device, engine), device.name, engine.provider),
+        anchors=anchors,
+        power_limit_w=m.power_limit_w,
+        without=without,
+        link=catalogue.link(device, workers),
+    )
+
+
+def overlap_ops(run: OverlapRun, device: Device, workers: int) -> tuple[Op, ...]:
+    """What each worker of a measured GEMM and all-reduce executes.
+
+    Args:
+        run: the row.
+        device: what it ran on.
+        workers: how many GPUs.
+
+    Raises:
+        SpecError: the results of the dtype are not summed up in 16 bits, or NCCL chose a number of
+            SMs that is not known.
+    """
+    known = [name for name, bits in BITS.items() if bits <= BITS["bf16"]]
+    if run.dtype not in known:
+        raise SpecError(f"overlaps in {run.dtype!r} are not priced; known: {', '.join(known)}")
+    rows = math.ceil(run.tokens / run.chunks)
+    gemm = make_op("gemm", dtype=run.dtype, count=run.chunks, m=rows, n=run.n, k=run.k)
+    if run.kind is OverlapKind.GEMM_ONLY:
+        return (gemm,)
+    own = NCCL_SMS.get((device.name, workers))
+    if run.sms is None and own is None:
+        raise SpecError(
+            f"NCCL's own number of SMs on {workers} {device.name} is not known; give it as ctas"
+        )
+    values, sms = run.tokens * run.n, min(n for n in (run.sms, own) if n is not None)
+    if run.kind is OverlapKind.ALLREDUCE_ONLY:
+        return (make_op("limited_all_reduce", values=values, workers=workers, sms=sms),)
+    reduce = make_op(
+        "overlapped_all_reduce",
+        dtype=run.dtype,
+        values=values,
+        workers=workers,
+        sms=sms,
+        chunks=run.chunks,
+        m=run.tokens,
+        n=run.n,
+        k=run.k,
+    )
+    return gemm, reduce

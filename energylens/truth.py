@@ -2,7 +2,8 @@
 
 Two kinds, told apart by their names: the truth CSV, and the JSON document of a profile
 (``energylens/profile/v1``), each measured phase of which is a row like those of a truth CSV. Both
-are contracts of DESIGN section 5.
+are contracts of DESIGN section 5. A third, the truth CSV of overlaps, has a column ``kind`` and no
+``spec``: its rows ran a GEMM on every GPU, the all-reduce of its result, or both.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import csv
 import json
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -20,11 +21,23 @@ from typing import Any
 from energylens.anchors import anchors_from_json
 from energylens.errors import OutOfRangeError, SpecError
 from energylens.measured import PROFILE_SCHEMA
-from energylens.results import Anchors, BoardAnchor, HostAnchor, KernelRow, Kind, Measurement
+from energylens.results import (
+    Anchors,
+    BoardAnchor,
+    HostAnchor,
+    KernelRow,
+    Kind,
+    Measurement,
+    OverlapKind,
+    OverlapRun,
+)
 from energylens.spec.system import Mode, Parallelism, Phase
 
 REQUIRED = ("record_id", "device", "engine", "spec", "phase", "mode", "batch", "prompt_len")
 """Columns without a default; of ``latency_s`` and ``energy_j`` each row needs at least one."""
+
+OVERLAP_REQUIRED = ("record_id", "device", "n_gpus", "kind", "tokens", "n", "k")
+"""The same of a truth CSV of overlaps."""
 
 _log = logging.getLogger(__name__)
 
@@ -154,7 +167,8 @@ def _of_csv(path: Path) -> Iterator[tuple[_Cells, Measurement]]:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file, strict=True)
             header = [name.strip() for name in next(reader, [])]
-            _check_header(path, header)
+            of_row = _overlap if "kind" in header and "spec" not in header else _measurement
+            _check_header(path, header, OVERLAP_REQUIRED if of_row is _overlap else REQUIRED)
             for row in reader:
                 if not any(cell.strip() for cell in row):
                     continue
@@ -165,7 +179,7 @@ def _of_csv(path: Path) -> Iterator[tuple[_Cells, Measurement]]:
                     )
                 values = dict(zip(header, (cell.strip() for cell in row), strict=True))
                 cells = _Cells(where=f"{path}:{reader.line_num}", values=values)
-                yield cells, _measurement(cells)
+                yield cells, of_row(cells)
     except OSError as error:
         raise SpecError(
             f"{path}: cannot be read ({error.strerror}); expected a truth CSV"
@@ -174,13 +188,14 @@ def _of_csv(path: Path) -> Iterator[tuple[_Cells, Measurement]]:
         raise SpecError(f"{path}: not a CSV file in UTF-8 ({error})") from None
 
 
-def _check_header(path: Path, header: list[str]) -> None:
-    missing = [name for name in REQUIRED if name not in header]
+def _check_header(path: Path, header: list[str], required: Sequence[str]) -> None:
+    missing = [name for name in required if name not in header]
     if not {"latency_s", "energy_j"} & set(header):
         missing.append("latency_s or energy_j")
     if missing:
+        what = "a truth CSV" if required is REQUIRED else "a truth CSV of overlaps"
         raise SpecError(
-            f"{path}:1: column {missing[0]!r} is missing; a truth CSV needs {', '.join(REQUIRED)} "
+            f"{path}:1: column {missing[0]!r} is missing; {what} needs {', '.join(required)} "
             "and latency_s or energy_j"
         )
     twice = [name for name in header if header.count(name) > 1]
@@ -346,10 +361,16 @@ def _kernels(rows: Any, where: str) -> tuple[KernelRow, ...]:
     return kernels
 
 
-def _measurement(cells: _Cells) -> Measurement:
+def _took(cells: _Cells) -> tuple[float | None, float | None]:
+    """Seconds and joules of a row, at least one of which was measured."""
     latency_s, energy_j = cells.number("latency_s"), cells.number("energy_j")
     if latency_s is None and energy_j is None:
         raise SpecError(f"{cells.where}: latency_s and energy_j are both empty; give at least one")
+    return latency_s, energy_j
+
+
+def _measurement(cells: _Cells) -> Measurement:
+    latency_s, energy_j = _took(cells)
     parallelism = _parallelism(cells)
     return Measurement(
         record_id=cells.text("record_id"),
@@ -372,6 +393,60 @@ def _measurement(cells: _Cells) -> Measurement:
         anchors=_anchors(cells, parallelism.gpus),
         labels=MappingProxyType(dict(cells.values)),
     )
+
+
+def _overlap(cells: _Cells) -> Measurement:
+    """A row that ran a GEMM on every GPU, the all-reduce of its result, or both."""
+    latency_s, energy_j = _took(cells)
+    kind = OverlapKind(cells.choice("kind", list(OverlapKind)))
+    gpus, tokens = cells.count("n_gpus"), cells.count("tokens")
+    if gpus < 2 and kind is not OverlapKind.GEMM_ONLY:
+        raise cells.error("n_gpus", "be 2 or more for an all-reduce")
+    if kind is OverlapKind.OVERLAP:
+        chunks = cells.count("chunks")
+        if chunks > tokens:
+            raise cells.error("chunks", f"be no more than the {tokens} tokens")
+    else:
+        chunks = cells.integer("chunks", 1) or 1
+        if chunks != 1:
+            raise cells.error("chunks", f"be 1 or empty for {kind}")
+    return Measurement(
+        record_id=cells.text("record_id"),
+        device=cells.text("device"),
+        engine="torch",
+        spec="",
+        phase=kind.value,
+        mode=Mode.CUDA_GRAPH.value,
+        batch=1,
+        prompt_len=tokens,
+        latency_s=latency_s,
+        energy_j=energy_j,
+        parallelism=Parallelism(tp=gpus),
+        regime=cells.choice("regime", REGIMES, "device"),
+        power_limit_w=cells.number("power_limit_w"),
+        anchors=_anchors(cells, gpus),
+        overlap=OverlapRun(
+            kind=kind,
+            tokens=tokens,
+            n=cells.count("n"),
+            k=cells.count("k"),
+            dtype=cells.text("dtype", "bf16"),
+            sms=_sms(cells),
+            chunks=chunks,
+        ),
+        labels=MappingProxyType(dict(cells.values)),
+    )
+
+
+def _sms(cells: _Cells) -> int | None:
+    """What the collective may take; None where NCCL was left to choose."""
+    try:
+        count = float(cells.values.get("ctas") or 0)
+    except ValueError:
+        count = math.nan
+    if not (count.is_integer() and count >= 0):
+        raise cells.error("ctas", "be a whole number; 0 or empty for NCCL's own choice")
+    return int(count) or None
 
 
 def _parallelism(cells: _Cells) -> Parallelism:

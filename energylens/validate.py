@@ -19,12 +19,16 @@ from energylens.results import (
     KernelRow,
     Kind,
     Measurement,
+    OpsPrediction,
     PhaseResult,
     Prediction,
     Source,
 )
 
-Predict = Callable[[Measurement, Anchors | None], Prediction | Infeasible | str]
+Outcome = Prediction | OpsPrediction | Infeasible | str
+"""A prediction, or why there is none."""
+
+Predict = Callable[[Measurement, Anchors | None], Outcome]
 """Predicts one measured row for the given boards (None: a typical one), or says why it cannot."""
 
 _FIELDS = ("device", "engine", "engine_version", "spec", "precision", "phase", "mode", "regime")
@@ -273,7 +277,7 @@ def _row(
         latency_s=compare("latency_s", m.latency_s),
         energy_j=compare("energy_j", m.energy_j),
         source=result.source if result else None,
-        bundles=own.bundles if isinstance(own, Prediction) else (),
+        bundles=own.bundles if isinstance(own, Prediction | OpsPrediction) else (),
         predicted_regime=result.regime if result else None,
         reason=reason,
         kinds=_kinds(m, predict_kernels, anchors) if result else (),
@@ -291,10 +295,10 @@ def _kinds(
     return compare_kinds([r for r in outcome.breakdown if r.phase == m.phase], m.kernels)
 
 
-def _phase(
-    outcome: Prediction | Infeasible | str, phase: str
-) -> tuple[PhaseResult | None, str | None]:
+def _phase(outcome: Outcome, phase: str) -> tuple[PhaseResult | None, str | None]:
     """The phase's result, or None and the reason."""
+    if isinstance(outcome, OpsPrediction):
+        return outcome.result, None
     if isinstance(outcome, str):
         return None, outcome
     if isinstance(outcome, Infeasible):

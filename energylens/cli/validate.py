@@ -25,7 +25,10 @@ from energylens.errors import SpecError
 def validate(
     truth: Annotated[
         list[Path],
-        typer.Argument(metavar="TRUTH...", help="Truth CSV files and profiles (.json), mixed."),
+        typer.Argument(
+            metavar="TRUTH...",
+            help="Truth CSV files (of steps, of overlaps) and profiles (.json), mixed.",
+        ),
     ],
     by: Annotated[
         str | None, typer.Option(help="Fields that make groups, e.g. engine,phase,spec,tp.")

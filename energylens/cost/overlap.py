@@ -13,12 +13,20 @@ up, unless the tiles of a chunk leave enough of them free.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 _TILE = (128, 256)  # rows and columns of the largest tile that one SM computes
 _CAPPED_CLOCK = 0.75  # over the maximum: about where a board at its power cap settles
 _SLOWEST = 0.05  # rate of what hardly gets on beside the other
+
+NCCL_SMS: Mapping[tuple[str, int], int] = MappingProxyType({("h200", 2): 24})
+"""Device and workers -> SMs that NCCL takes where nobody asks for a number.
+
+A communicator that is only allowed more takes no more either. As NCCL itself says with
+``NCCL_DEBUG=INFO``: "24 coll channels".
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

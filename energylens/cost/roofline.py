@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from energylens.cost.features import COLLECTIVE_S, prior, shares
+from energylens.cost.features import COLLECTIVE_S, SM_LINK_BYTES_S, prior, shares
 from energylens.graph import Op
 from energylens.results import Cost, Source
 from energylens.spec.system import Device, Link
@@ -45,6 +45,8 @@ BUS_FACTOR: Mapping[str, Callable[[float], float]] = {
     "reduce_scatter": lambda n: (n - 1) / n,
     "all_to_all": lambda n: (n - 1) / n,
     "vllm_all_reduce": lambda n: 2 * (n - 1) / n,
+    "limited_all_reduce": lambda n: 2 * (n - 1) / n,
+    "overlapped_all_reduce": lambda n: 2 * (n - 1) / n,  # as if nothing of it were hidden
     "send": lambda n: 1.0,
 }
 """Traffic per worker over the size of the result, as nccl-tests define bus bandwidth."""
@@ -61,6 +63,8 @@ def _collective(op: Op, device: Device, link: Link | None) -> Cost:
             + link.latency_s * (workers - 1)
             + traffic / (LINK_EFFICIENCY * link.bandwidth_bytes_s)
         )
+        if "sms" in op.sizes:
+            latency += op.bytes_read / (SM_LINK_BYTES_S * op.sizes["sms"])
     return Cost(
         latency_s=latency,
         energy_j=p.energy_j * latency / p.latency_s,

@@ -345,10 +345,53 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OpsPrediction:
+    """Ops alone, without a model around them; what stands beside a measured `OverlapRun`."""
+
+    result: PhaseResult
+    bundles: tuple[BundleRef, ...]
+
+
+class OverlapKind(enum.StrEnum):
+    """How a GEMM and the all-reduce of its result were run.
+
+    One of both alone, one after the other, or the all-reduce of each chunk beside the next chunk.
+    """
+
+    GEMM_ONLY = "gemm_only"
+    ALLREDUCE_ONLY = "allreduce_only"
+    SEQUENTIAL = "sequential"
+    OVERLAP = "overlap"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapRun:
+    """A GEMM on every worker and the all-reduce of its result over all of them.
+
+    Attributes:
+        kind: how both were run.
+        tokens, n, k: rows, columns and inner size of the GEMM.
+        dtype: that its weights are stored in.
+        sms: streaming multiprocessors that NCCL may take, or None for its own choice.
+        chunks: parts that the rows are cut into.
+    """
+
+    kind: OverlapKind
+    tokens: int
+    n: int
+    k: int
+    dtype: str = "bf16"
+    sms: int | None = None
+    chunks: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """One measured row (of a truth CSV or a profile): what ran, and what it took.
 
     Attributes:
+        overlap: what a row ran that is no step of a model. Its kind is then the ``phase``, its
+            tokens are those of one prompt, and ``spec`` is empty.
         precision: that the weights are stored in, the spec's own by default.
         prefill_mode: of a request whose prefill is launched in another mode than its decode steps.
         latency_noise, energy_noise: half widths of the 95 % intervals of what was measured,
@@ -380,6 +423,7 @@ class Measurement:
     energy_noise: float | None = None
     defect: str | None = None
     kernels: tuple[KernelRow, ...] = ()
+    overlap: OverlapRun | None = None
     labels: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
 

@@ -85,3 +85,13 @@ def test_without_a_link_a_collective_still_has_a_price():
     cost = roofline(make_op("all_reduce", values=1e8, workers=2), H200)
     assert cost.latency_s > 2e8 / 4.8e12
     assert cost.source is Source.ROOFLINE
+
+
+def test_an_all_reduce_on_few_sms_takes_what_they_move():
+    few, many = (
+        roofline(make_op("limited_all_reduce", values=2**26, workers=2, sms=n), H200, NVLINK)
+        for n in (1, 24)
+    )
+    whole = roofline(make_op("all_reduce", values=2**26, workers=2), H200, NVLINK)
+    assert few.latency_s - whole.latency_s == pytest.approx(2 * 2**26 / 20e9)
+    assert many.latency_s - whole.latency_s == pytest.approx(2 * 2**26 / (24 * 20e9))

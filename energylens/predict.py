@@ -20,7 +20,7 @@ from energylens.cost.overlap import NCCL_SMS
 from energylens.errors import CalibrationError, EnergyLensError, OutOfRangeError, SpecError
 from energylens.graph import Op, make_op
 from energylens.lower import Experts, Lowered, fullest, lower_stages
-from energylens.lower.overlap import LEAST_ROWS, wanted
+from energylens.lower.overlap import LEAST_ROWS, Overlapped, wanted
 from energylens.machine import Machine, machine
 from energylens.pipeline import pipelined
 from energylens.results import (
@@ -158,7 +158,7 @@ def predict(
         source=max(r.source for r, _ in results.values()),
         bundles=(bundle.ref,) if bundle else (),
         anchors=anchors,
-        notes=_notes(spec, bundle, device, engine, anchors, parallelism, priced, workload),
+        notes=_notes(spec, bundle, device, engine, anchors, parallelism, priced, workload, stages),
         routing=run.experts.routing.name if run.experts else None,
         imbalance=MappingProxyType(
             {str(p): i for p in phases if (i := run.imbalance(p)) is not None}
@@ -232,6 +232,7 @@ def _notes(
     parallelism: Parallelism,
     priced: Machine,
     workload: Workload,
+    stages: Sequence[Lowered],
 ) -> tuple[str, ...]:
     notes: list[str] = []
     workers = parallelism.replica_gpus
@@ -255,12 +256,7 @@ def _notes(
             f"sequences of {longest:g} tokens: {spec.name} is made for {spec.context}, and servers "
             "refuse more"
         )
-    if parallelism.tp > 1 and wanted(spec, parallelism.overlap):
-        notes.append(
-            f"overlap: what collectives beside GEMMs would be worth, which {engine.name} does not "
-            "do by itself; NCCL's all-reduces on so many SMs, in steps of at least "
-            f"{LEAST_ROWS} tokens a chunk"
-        )
+    notes += _overlap_notes(stages, parallelism)
     if parallelism.pp > 1:
         notes.append(
             "pipeline: layers split as vLLM does; a batch in one part passes the stages one by one "
@@ -287,6 +283,21 @@ def _notes(
             f"measured at a power limit of {limit:.0f} W: other limits follow the common-clock law"
         )
     return tuple(notes)
+
+
+def _overlap_notes(stages: Sequence[Lowered], parallelism: Parallelism) -> Iterator[str]:
+    """What is to be known of collectives beside compute, and which of them there are none of."""
+    lowered = stages[0]
+    beside = {i.reduce.name for own in stages for i in own.items if isinstance(i, Overlapped)}
+    if beside:
+        yield (
+            "overlap: what collectives beside GEMMs would be worth, which "
+            f"{lowered.engine.name} does not do by itself; NCCL's all-reduces on so many SMs, in "
+            f"steps of at least {LEAST_ROWS} tokens a chunk"
+        )
+    for overlap in wanted(lowered.spec, parallelism.overlap) if parallelism.tp > 1 else ():
+        if not any(name.startswith(f"{overlap.collective}_") for name in beside):
+            yield f"overlap of {overlap.collective}: no all-reduce follows it, so there is none"
 
 
 def _anchor_notes(

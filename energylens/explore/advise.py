@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -110,12 +110,13 @@ def advise(
             result = Infeasible(reason=str(error))
         if isinstance(result, Infeasible):
             refused.append(replace(change, reason=result.reason))
-        elif (own := _compared(result)) == values:
+        elif _rounded(own := _compared(result)) == _rounded(values):
             refused.append(replace(change, reason="it changes nothing that is priced"))
         else:
             tried.append(replace(change, values=own, prediction=result))
     # What differs by rounding only is equal, and then ranked by the other values.
-    tried.sort(key=lambda c: [float(f"{c.values[n][0]:.9g}") for n in (by, *values)])
+    names = (by, *values)
+    tried.sort(key=lambda c: [_rounded(c.values)[n] for n in names])
     return Advice(
         base=base,
         values=values,
@@ -128,6 +129,13 @@ def advise(
 def _compared(p: Prediction) -> MappingProxyType[str, tuple[float, float, float]]:
     values = exact_values(p)
     return MappingProxyType({name: values[name] for name in COMPARED if name in values})
+
+
+def _rounded(
+    values: Mapping[str, tuple[float, float, float]],
+) -> dict[str, tuple[float, ...]]:
+    """To nine digits: sums of the same ops in another order are the same."""
+    return {name: tuple(float(f"{v:.9g}") for v in found) for name, found in values.items()}
 
 
 def _changes(d: Deployment, known: Catalogue) -> Iterator[tuple[str, str, Deployment | str]]:

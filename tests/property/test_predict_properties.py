@@ -15,7 +15,16 @@ from energylens.lower import lower
 from energylens.machine import StepSums, machine
 from energylens.predict import Catalogue, predict
 from energylens.results import Anchors, BoardAnchor, HostAnchor, Infeasible, Kind, Prediction
-from energylens.spec.system import Config, Mode, Parallelism, Phase, Sequences, Step, Workload
+from energylens.spec.system import (
+    Config,
+    Mode,
+    Overlapping,
+    Parallelism,
+    Phase,
+    Sequences,
+    Step,
+    Workload,
+)
 
 CATALOGUE = Catalogue()
 HF, VLLM = CATALOGUE.engine("hf"), CATALOGUE.engine("vllm")
@@ -184,6 +193,7 @@ steps = st.lists(
     boards=st.lists(anchors, max_size=3),
     module_us=st.none() | st.floats(1000, 5000),
     watts=st.none() | st.floats(300, 700),
+    overlap=st.none() | st.builds(Overlapping, sm=st.integers(1, 40), chunks=st.integers(1, 8)),
 )
 @settings(max_examples=25)
 def test_many_steps_are_priced_at_once_as_one_by_one(
@@ -193,9 +203,10 @@ def test_many_steps_are_priced_at_once_as_one_by_one(
     boards: list[BoardAnchor],
     module_us: float | None,
     watts: float | None,
+    overlap: Overlapping | None,
 ):
     on = CATALOGUE.device("h200")
-    lowered = lower(CATALOGUE.spec(spec), VLLM, Parallelism(tp=tp))
+    lowered = lower(CATALOGUE.spec(spec), VLLM, Parallelism(tp=tp, overlap=overlap))
     assert not isinstance(lowered, Infeasible)
     host = HostAnchor(launch_us=6.0, module_us=module_us) if module_us else None
     priced = machine(

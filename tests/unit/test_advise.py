@@ -15,7 +15,7 @@ from energylens.predict import Catalogue
 from energylens.results import Infeasible, Prediction
 from energylens.results.search import Advice, Change
 from energylens.spec.model import Overlap
-from energylens.spec.system import Mode, Phase
+from energylens.spec.system import Mode, Overlapping, Phase
 
 pytestmark = pytest.mark.usefixtures("no_debug")
 
@@ -122,7 +122,7 @@ def test_what_cannot_be_made_says_why() -> None:
     on_a6000 = advice("llama3_8b", device="a6000", batch=1)
     assert change(on_a6000, "weights fp8").reason == "the datasheet of a6000 has no fp8"
     assert "does not fit jetson" in (change(on_a6000, "device jetson_orin_nano").reason or "")
-    assert "no collective" in (change(on_a6000, "overlap").reason or "")
+    assert "no all-reduces" in (change(on_a6000, "overlap").reason or "")
     labels = [c.label for c in (*on_a6000.changes, *on_a6000.refused)]
     assert "power limit 255 W" in labels
     assert "batch 0 (/ 2)" not in labels
@@ -152,12 +152,27 @@ def test_what_is_inside_a_larger_kernel_is_no_fusion_of_its_own() -> None:
 
 
 def test_a_switch_that_changes_nothing_is_no_advice() -> None:
-    beside = (Overlap(collective="o", beside="gate", sm=16),)
-    found = advice(replace(LLAMA, overlap=beside), tp=2)
-    (overlap,) = (c for c in (*found.changes, *found.refused) if c.kind == "overlap")
-    assert overlap.label == "no overlap"
-    unpriced = any("overlap of the spec is not priced" in note for note in found.base.notes)
-    assert (overlap.reason == "it changes nothing that is priced") == unpriced
+    beside = (Overlap(collective="o", beside="gate", sm=16, chunks=2),)
+    found = advice(replace(LLAMA, overlap=beside), tp=2, prompt_len=64)
+    assert change(found, "no overlap").reason == "it changes nothing that is priced"
+    longer = advice(replace(LLAMA, overlap=beside), tp=2, prompt_len=2048)
+    off = change(longer, "no overlap")
+    assert off.values["ttft_s"][0] == alone(tp=2, prompt_len=2048).ttft_s != longer.base.ttft_s
+
+
+def test_ways_to_overlap_are_compared_with_taking_turns() -> None:
+    found = advice("llama3_70b", tp=2, batch=8, prompt_len=2048)
+    tried = {c.label: c for c in found.changes if c.kind == "overlap"}
+    assert set(tried) == {f"overlap {sm}x{n}" for sm in (8, 16) for n in (2, 4, 8)}
+    for label, overlapped in tried.items():
+        sm, chunks = map(int, label.removeprefix("overlap ").split("x"))
+        overlap = Overlapping(sm=sm, chunks=chunks)
+        p = alone("llama3_70b", tp=2, batch=8, prompt_len=2048, overlap=overlap)
+        assert overlapped.values["ttft_s"][0] == p.ttft_s
+    saved = {label: found.saved(c, "ttft_s")[0] for label, c in tried.items()}
+    assert min(saved.values()) < 0 < max(saved.values())  # more is not always better
+    now = advice("llama3_70b", tp=2, batch=8, prompt_len=2048, overlap=Overlapping(sm=8, chunks=2))
+    assert change(now, "no overlap").values["ttft_s"][0] == found.base.ttft_s
 
 
 def test_a_lower_power_limit_is_kept_and_only_lowered() -> None:

@@ -44,8 +44,8 @@ def shipped():
 def test_the_shipped_bundle_names_what_it_stands_for(shipped):
     assert (shipped.device, shipped.provider) == ("h200", "torch")
     assert shipped.power_limit_w == 700.0
-    assert len(shipped.boards) == 7
-    assert len({b.board_uuid for b in shipped.boards}) == 7
+    assert len(shipped.boards) == 13
+    assert len({b.board_uuid for b in shipped.boards}) == 13
     assert shipped.ref.sha256 == shipped.sha256
 
 

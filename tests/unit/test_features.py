@@ -31,6 +31,7 @@ SIZES = {
     "rows": 16, "width": 4096, "m": 16, "n": 4096, "k": 4096, "values": 65536, "workers": 4,
     "tokens": 4, "topk": 4, "experts": 64, "active": 14, "largest": 3, "hidden": 768,
     "window": 128, "heads": 16, "key_dim": 192, "value_dim": 128, "latent": 512, "shared_key": 64,
+    "sms": 16, "chunks": 4,
 }  # fmt: skip
 
 

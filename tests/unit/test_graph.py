@@ -15,6 +15,7 @@ MOE = dict(
 )  # tokens, topk, experts, rows, active, largest, width, hidden
 HEADS = {"q_heads": 4, "kv_heads": 2, "head_dim": 8}
 
+OVERLAPPED = {"values": 1000, "workers": 2, "sms": 4, "chunks": 2, "m": 10, "n": 100, "k": 50}
 BY_HAND = [
     # kernel, sizes, FLOPs, values read, values written
     ("gemm", {"m": 3, "n": 5, "k": 7}, 210, 21 + 35, 15),
@@ -106,6 +107,8 @@ BY_HAND = [
     ("reduce_scatter", {"values": 1000, "workers": 4}, 0, 1000, 1000),
     ("all_to_all", {"values": 1000, "workers": 4}, 0, 1000, 1000),
     ("send", {"values": 1000, "workers": 2}, 0, 1000, 1000),
+    ("limited_all_reduce", {"values": 1000, "workers": 2, "sms": 4}, 0, 1000, 1000),
+    ("overlapped_all_reduce", OVERLAPPED, 0, 1000, 1000),
 ]
 
 

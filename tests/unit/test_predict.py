@@ -28,7 +28,6 @@ from energylens.results import (
     Prediction,
     Source,
 )
-from energylens.spec.model import Overlap
 from energylens.spec.system import Config, Mode, Parallelism, Phase, Workload
 
 CATALOGUE = Catalogue()
@@ -249,15 +248,6 @@ def test_replicas_with_anchors_are_noted():
     boards = anchored(own_board())
     assert any("every replica" in n for n in predicted(replicas=2, anchors=boards).notes)
     assert not any("replica" in n for n in predicted(replicas=2).notes)
-
-
-def test_overlap_is_not_ignored_silently():
-    spec = CATALOGUE.spec("llama3_8b")
-    overlap = Overlap(collective="all_reduce", beside="down", sm=16)
-    on = CATALOGUE.device("h200")
-    result = predict(replace(spec, overlap=(overlap,)), engine=HF, device=on)
-    assert isinstance(result, Prediction)
-    assert any("overlap" in n for n in result.notes)
 
 
 def test_another_power_limit_is_noted():

@@ -29,6 +29,7 @@ FACTORS = {  # of the prior: time, power
     "attention_decode": (1.20, 1.10),
     "hf_add": (0.95, 1.00),
     "all_reduce": (1.30, 0.80),
+    "limited_all_reduce": (1.20, 0.90),
     "vllm_attention_decode": (1.15, 1.05),
     "vllm_attention_prefill": (1.25, 0.95),
 }

@@ -275,7 +275,8 @@ def explore(
     engine: Named | Engine = "vllm",
     prompt_len: int = 1024,
     gen_len: int = 128,
-    batch: int | Iterable[int] = range(1, 257),
+    batch: int | Iterable[int] | None = None,
+    rate_per_s: float | None = None,
     tp: int | Iterable[int] | None = None,
     ep: int | Iterable[int] | None = None,
     dp: int | Iterable[int] | None = None,
@@ -310,7 +311,10 @@ def explore(
         engine: how it becomes kernels.
         prompt_len: tokens of each prompt.
         gen_len: generated tokens of each sequence, the one that prefill makes included.
-        batch: sequences of a replica, one number or all to try.
+        batch: sequences of a replica, one number or all to try, 1 to 256 by default; with a rate
+            the most that it runs at a time, the engine's own limit by default.
+        rate_per_s: Poisson arrivals of requests, by which services are simulated for ten minutes;
+            None tries batches.
         tp: tensor parallel degrees to try, all that the model allows by default.
         ep: expert parallel degrees, 1 and all workers by default.
         dp: attention data parallel degrees, all that the engine allows by default.
@@ -345,8 +349,12 @@ def explore(
     from energylens.explore import DEFAULT_OBJECTIVES, Constraints, Prices, SearchSpace
     from energylens.explore import explore as search
     from energylens.explore.several import pairs, together
+    from energylens.explore.traffic import explore_traffic as search_traffic
     from energylens.results.search import Frontier
+    from energylens.serving import Traffic
 
+    if rate_per_s is not None and disaggregate:
+        raise SpecError("--rate: disaggregated services are not simulated; leave one of them out")
     if objectives is None:
         objectives = DEFAULT_OBJECTIVES
     known = catalogue or Catalogue(bundle_files=tuple(Path(b) for b in bundles))
@@ -356,7 +364,7 @@ def explore(
     ]
     # Made once: an argument may be an iterator, and there may be several kinds of devices.
     space = SearchSpace(
-        batches=_numbers(batch) or (),
+        batches=range(1, 257) if batch is None else _numbers(batch) or (),
         tp=_numbers(tp),
         ep=_numbers(ep),
         dp=_numbers(dp),
@@ -387,26 +395,38 @@ def explore(
             precision=precision,
         )
         linked = next((n for n in range(count, 0, -1) if s.link(n) is not None), None)
-        result = search(
-            s.spec,
-            engine=s.engine,
-            device=s.device,
-            gpus=count,
-            prompt_len=prompt_len,
-            gen_len=gen_len,
-            space=space,
-            constraints=constraints,
-            objectives=(objectives,) if isinstance(objectives, str) else objectives,
-            prices=prices,
-            exact=top,
-            contexts=priced_at,
-            disaggregate=disaggregate,
-            power_limit_w=power_limit_w,
-            routing=routing,
-            bundles=s.bundles,
-            anchors=s.anchors,
-            link=s.link(linked) if linked else None,
-        )
+        common: dict[str, Any] = {
+            "engine": s.engine,
+            "device": s.device,
+            "gpus": count,
+            "constraints": constraints,
+            "objectives": (objectives,) if isinstance(objectives, str) else objectives,
+            "prices": prices,
+            "power_limit_w": power_limit_w,
+            "routing": routing,
+            "bundles": s.bundles,
+            "anchors": s.anchors,
+            "link": s.link(linked) if linked else None,
+        }
+        if rate_per_s is not None:
+            most = s.engine.serving.max_sequences if s.engine.serving else 1
+            result = search_traffic(
+                s.spec,
+                traffic=Traffic(rate_per_s=rate_per_s, lengths=((prompt_len, gen_len),)),
+                space=space if batch is not None else replace(space, batches=(most,)),
+                **common,
+            )
+        else:
+            result = search(
+                s.spec,
+                prompt_len=prompt_len,
+                gen_len=gen_len,
+                space=space,
+                exact=top,
+                contexts=priced_at,
+                disaggregate=disaggregate,
+                **common,
+            )
         if isinstance(result, Frontier) and linked not in (None, count):
             note = (
                 f"no link between {count} {board.name} is known: that of {linked} stands for it, "

@@ -44,8 +44,19 @@ def explore(
         int, typer.Option(help="Generated tokens, the one that prefill makes included.")
     ] = 128,
     batch: Annotated[
-        str, typer.Option(help="Sequences of a replica: 1..256 (every one), 1,16,64, or both.")
-    ] = "1..256",
+        str | None,
+        typer.Option(
+            help="Sequences of a replica, 1..256 (every one), 1,16,64, or both [1..256]; with "
+            "--rate the most that run at a time [the engine's own]."
+        ),
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            help="Requests/s: simulate a service with every layout and number of replicas instead "
+            "of batches."
+        ),
+    ] = None,
     tp: Annotated[
         str | None, typer.Option(help="Tensor parallel degrees, e.g. 1,2,4 [all that divide].")
     ] = None,
@@ -143,6 +154,8 @@ def explore(
     check_output("--csv", csv)
     check_output("--plot", plot, (".png", ".svg", ".pdf"))
     check_output("--html", html, (".html", ".htm"))
+    if html is not None and rate is not None:
+        raise SpecError("--html is about batches, and --rate about traffic; use --csv or --plot")
     if plot is not None:
         if check_least("--gen-len", gen_len) < 2:
             raise SpecError("--plot is about time per token; give --gen-len of 2 or more")
@@ -169,7 +182,8 @@ def explore(
         engine=profile,
         prompt_len=check_least("--prompt-len", prompt_len),
         gen_len=check_least("--gen-len", gen_len),
-        batch=parse_integers("--batch", batch),
+        batch=parse_integers("--batch", batch) if batch else None,
+        rate_per_s=check_positive("--rate", rate),
         tp=parse_integers("--tp", tp) if tp else None,
         ep=parse_integers("--ep", ep) if ep else None,
         dp=parse_integers("--dp", dp) if dp else None,
@@ -208,6 +222,7 @@ def explore(
                     objectives=objectives,
                     constraints=limits.given(),
                     prices=prices.given(),
+                    rate_per_s=rate,
                 )
             )
         raise typer.Exit(fail("infeasible", result.reason, EXIT_INFEASIBLE))

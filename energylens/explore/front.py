@@ -263,9 +263,12 @@ def _marks(
     for j, name in enumerate(objectives if exact else ()):
         winner = min(exact, key=lambda row: _by_one(costs, row, j))
         best[winner].append(name)
-        low, high = configs[winner].intervals[OBJECTIVES[name][0]]
+        value = OBJECTIVES[name][0]
+        if value not in configs[winner].intervals:
+            continue
+        low, high = configs[winner].intervals[value]
         for row in exact:
-            own_low, own_high = configs[row].intervals[OBJECTIVES[name][0]]
+            own_low, own_high = configs[row].intervals[value]
             if row != winner and own_low <= high and low <= own_high:
                 tied[row].append(name)
     return {row: (tuple(best[row]), tuple(tied[row])) for row in exact}

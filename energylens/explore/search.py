@@ -521,16 +521,16 @@ class Search:
             )
         worst = np.where(table.runs, excess.max(axis=1, initial=-np.inf), np.inf)
         row = int(worst.argmin())
-        missed = []
+        over = []
         for j, (name, limit) in enumerate(chosen.constraints.items()):
             if excess[row, j] > 0:
                 value = float(table.values[LIMITED[name][0]][row])
-                missed.append(_missed(name, value, limit))
+                over.append(missed(name, value, limit))
         parallelism = table.parallelism[table.layout[row]]
         return (
             f"none of {len(table.batch)} configurations of {self.spec.name} meets the constraints; "
             f"the closest is {parallelism.layout}, replicas={parallelism.replicas} at batch "
-            f"{table.batch[row]}, which misses {' and '.join(missed)}"
+            f"{table.batch[row]}, which misses {' and '.join(over)}"
         )
 
     def frontier(self, chosen: Choice, pairs: Found) -> Frontier:
@@ -586,7 +586,7 @@ class Search:
         return replace(c, by_context=tuple(points)) if points else c
 
 
-def _missed(constraint: str, value: float, limit: float) -> str:
+def missed(constraint: str, value: float, limit: float) -> str:
     """What a configuration misses, in the words and units of the command line."""
     option, unit, factor = LIMIT_OPTIONS[constraint]
     return f"{option} {limit * factor:.4g} with {value * factor:.4g} {unit}"

@@ -16,6 +16,7 @@ from energylens.report.prediction import overlap_document
 from energylens.report.table import bundle_names, digits, memory, quantity, table
 from energylens.results import LIMIT_OPTIONS, Infeasible, SearchCounts
 from energylens.results.search import Frontier, ScoredConfig
+from energylens.results.service import ServingResult
 from energylens.spec.system import Parallelism
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def frontier_document(frontier: Frontier, predict_command: PredictCommand) -> di
         **_machines([(pool.device, pool.gpus) for pool in f.pools]),
         "prompt_len": f.prompt_len,
         "gen_len": f.gen_len,
+        "rate_per_s": f.rate_per_s,
         "feasible": True,
         "reason": None,
         "objectives": list(f.objectives),
@@ -91,6 +93,7 @@ def frontier_infeasible_document(
     objectives: Sequence[str],
     constraints: Mapping[str, float],
     prices: Mapping[str, float],
+    rate_per_s: float | None,
 ) -> dict[str, Any]:
     """The ``energylens/frontier/v1`` document of a search that left nothing."""
     return {
@@ -100,6 +103,7 @@ def frontier_infeasible_document(
         **_machines(pools),
         "prompt_len": prompt_len,
         "gen_len": gen_len,
+        "rate_per_s": rate_per_s,
         "feasible": False,
         "reason": infeasible.reason,
         "objectives": list(objectives),
@@ -139,6 +143,7 @@ def _machines(pools: Sequence[tuple[str, int]]) -> dict[str, Any]:
 
 def _scored(c: ScoredConfig) -> dict[str, Any]:
     p = c.prediction
+    known = p or c.service
     return {
         "id": c.id,
         "device": c.pool.device,
@@ -158,7 +163,8 @@ def _scored(c: ScoredConfig) -> dict[str, Any]:
         **{name: value for name, value in c.values.items() if name != "gpus"},
         "intervals": {name: list(ends) for name, ends in c.intervals.items()} or None,
         "memory": memory(p.memory) if p else None,
-        "source": str(p.source) if p else None,
+        "source": str(known.source) if known else None,
+        "service": _service(c.service) if c.service else None,
         "exact": c.exact,
         "filtered_by": list(c.filtered_by),
         "on_frontier": c.on_frontier,
@@ -166,6 +172,19 @@ def _scored(c: ScoredConfig) -> dict[str, Any]:
         "dominated_by": c.dominated_by,
         "best_of": list(c.best_of),
         "tied_on": list(c.tied_on),
+    }
+
+
+def _service(r: ServingResult) -> dict[str, Any]:
+    """What a service meets, beyond the values that configurations are compared by."""
+    return {
+        "ttft_s": asdict(r.ttft_s),
+        "tpot_s": asdict(r.tpot_s) if r.tpot_s else None,
+        "e2e_s": asdict(r.e2e_s),
+        "saturation_rate_per_s": r.saturation_rate_per_s,
+        "utilisation": r.utilisation,
+        "kv_cache": asdict(r.kv_cache),
+        "preemptions": r.preemptions,
     }
 
 
@@ -193,7 +212,7 @@ def frontier_table(frontier: Frontier, predict_command: PredictCommand) -> Rende
     shown = command_lines(f, pick, predict_command)
     return Group(
         f"{f.spec} on {pool_names(f)}, engine {f.engine}: prompt {f.prompt_len}, generate "
-        f"{f.gen_len}; objectives {', '.join(f.objectives)}",
+        f"{f.gen_len}{traffic_words(f)}; objectives {', '.join(f.objectives)}",
         _front_table(f),
         *_front_lines(f),
         *pool_lines(f),
@@ -204,6 +223,16 @@ def frontier_table(frontier: Frontier, predict_command: PredictCommand) -> Rende
         *(_uncut(f"{name}: {command}") for name, command in shown.items()),
         provenance(f),
     )
+
+
+def _load(f: Frontier, c: ScoredConfig) -> str:
+    """Sequences of a replica, or the most of a service."""
+    return f"batch {c.batch}" if f.rate_per_s is None else f"at most {c.batch} sequences"
+
+
+def traffic_words(f: Frontier) -> str:
+    """Under which traffic, if any."""
+    return "" if f.rate_per_s is None else f", {f.rate_per_s:g} requests/s"
 
 
 def provenance(f: Frontier) -> str:
@@ -245,7 +274,7 @@ def _front_table(f: Frontier) -> Table:
         "dp",
         "pp",
         "replicas",
-        "batch",
+        "batch" if f.rate_per_s is None else "most\nsequences",
         *(["overlap"] if overlaps else []),
         *(t for t, _ in columns.values()),
         "",
@@ -283,7 +312,8 @@ def _front_lines(f: Frontier) -> Iterator[str]:
             own = f"{c.pool.gpus} x {c.pool.device}: {own}"
         return not any(reason.startswith(own) for reason in cut)
 
-    if any(c.batch == largest and c.best_of and open_ended(c) for c in f.front):
+    served = f.rate_per_s is not None  # then it is a limit of the engine
+    if not served and any(c.batch == largest and c.best_of and open_ended(c) for c in f.front):
         yield f"the best uses the largest batch that was tried, {largest}: --batch can go further"
     if any(c.unused_gpus for c in f.front):
         yield "some layouts leave GPUs unused: those are not in the energy or the power"
@@ -305,8 +335,8 @@ def pool_lines(f: Frontier) -> Iterator[str]:
             and n in best.values
         ]
         yield (
-            f"{name}, best {f.objectives[0]}: {layout_name(f, best).partition(': ')[2]}, batch "
-            f"{best.batch}, rank {best.rank}: {', '.join(shown)}"
+            f"{name}, best {f.objectives[0]}: {layout_name(f, best).partition(': ')[2]}, "
+            f"{_load(f, best)}, rank {best.rank}: {', '.join(shown)}"
             + ("" if best.exact else " (from the table)")
         )
 
@@ -335,18 +365,23 @@ def price_lines(f: Frontier) -> Iterator[str]:
     """What the costs are made of."""
     if f.prices:
         given = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in f.prices.items())
+        costs = "cost what decode does, a request costs its prefill too"
+        if f.rate_per_s is not None:
+            costs = "cost all that the service does"
         yield (
-            f"prices: {given}; tokens are generated ones and cost what decode does, a request "
-            "costs its prefill too; GPUs are paid for while they serve"
+            f"prices: {given}; tokens are generated ones and {costs}; GPUs are paid for while they "
+            "serve"
         )
 
 
 def count_lines(f: Frontier) -> Iterator[str]:
     """How many configurations were tried, and why others fell."""
     c = f.counts
+    exact = sum(s.exact for s in f.configs)
+    how = "predicted exactly" if f.rate_per_s is None else "simulated"
     yield (
         f"{c.tried} configurations tried, {c.infeasible} cannot run, {c.filtered} miss a "
-        f"constraint, {sum(s.exact for s in f.configs)} predicted exactly"
+        f"constraint, {exact} {how}"
     )
     for reason, n in sorted(c.infeasible_by.items(), key=lambda item: -item[1]):
         yield f"  {n} cannot run: {reason}"
@@ -436,7 +471,7 @@ def frontier_plot(frontier: Frontier, path: Path) -> None:
         (x,), (y,) = _plotted([c])
         right = c.values["tpot_s"] > middle
         axes.annotate(
-            f"best {', '.join(c.best_of)}\nbatch {c.batch}",
+            f"best {', '.join(c.best_of)}\n{_load(f, c)}",
             (x, y),
             xytext=(-12 if right else 12, -28 if right else 12),
             textcoords="offset points",
@@ -447,7 +482,7 @@ def frontier_plot(frontier: Frontier, path: Path) -> None:
     axes.margins(0.12)
     axes.grid(which="both", linewidth=0.3)
     axes.legend(fontsize="small")
-    lengths = f"prompt {f.prompt_len}, generate {f.gen_len}"
+    lengths = f"prompt {f.prompt_len}, generate {f.gen_len}{traffic_words(f)}"
     axes.set_title(f"{f.spec} on {pool_names(f)}, {f.engine}: {lengths}")
     save_figure(canvas, path)
 

@@ -12,6 +12,8 @@ from energylens.spec.system import Parallelism
 _HAND_OVER = """--kv-transfer-config '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'"""
 """Option of an instance that hands KV caches to others, or gets them."""
 
+_BENCH_S = 600.0  # of traffic
+
 PredictCommand = Callable[[str], str]
 """Gives ``energylens predict SPEC …`` for a device."""
 
@@ -108,7 +110,8 @@ def launch_command(f: Frontier, config: ScoredConfig) -> str | None:
         options.append("--enable-expert-parallel")
     sequences = -(-config.batch // p.dp)
     options.append(f"--max-num-seqs {sequences}")
-    if pool.captured_tokens and 2 * sequences < pool.captured_tokens:
+    captured = pool.captured_tokens if f.rate_per_s is None else None
+    if captured and 2 * sequences < captured:
         # vLLM captures steps of twice the sequences; more were priced as captured.
         options.append(f"--max-cudagraph-capture-size {pool.captured_tokens}")
     if pool.batch_tokens:
@@ -188,23 +191,29 @@ def _predict(f: Frontier, config: ScoredConfig, command: PredictCommand) -> str:
     if config.parallelism.pp > 1:
         options += f" --microbatches {min(config.parallelism.pp, config.batch)}"
     lengths = f"--prompt-len {f.prompt_len} --gen-len {f.gen_len}"
-    return f"{command(config.pool.device)}{options} --batch {config.batch} {lengths}"
+    load = f"--batch {config.batch}"
+    if f.rate_per_s is not None:
+        load = f"--rate {f.rate_per_s:g} --max-num-seqs {config.batch}"
+    return f"{command(config.pool.device)}{options} {load} {lengths}"
 
 
 def _bench(f: Frontier, config: ScoredConfig) -> str:
-    """One batch at once against the launched replica: its TPOT and end-to-end time."""
+    """One batch at once, or its traffic, against the launched replica."""
+    load = f"--num-prompts {config.batch} --max-concurrency {config.batch}"
+    if f.rate_per_s is not None:
+        rate = f.rate_per_s / config.parallelism.replicas
+        load = f"--request-rate {rate:.4g} --num-prompts {max(1, round(_BENCH_S * rate))}"
     return (
         f"vllm bench serve --model {_model(f)} --dataset-name random "
         f"--random-input-len {f.prompt_len} --random-output-len {f.gen_len} --ignore-eos "
-        f"--num-prompts {config.batch} --max-concurrency {config.batch} "
-        "--percentile-metrics ttft,tpot,e2el"
+        f"{load} --percentile-metrics ttft,tpot,e2el"
     )
 
 
 def _profile(f: Frontier, config: ScoredConfig) -> str | None:
     """One replica on this machine's GPUs, with their energy; as the checkpoint is stored."""
     p = config.parallelism
-    if p.dp > 1 or f.precision:
+    if p.dp > 1 or f.precision or f.rate_per_s is not None:  # it measures a batch
         return None
     degrees = "".join(
         f" --{name} {n}" for name in ("tp", "ep", "pp") if (n := getattr(p, name)) > 1

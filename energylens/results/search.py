@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from energylens.results import Anchors, BundleRef, Prediction, SearchCounts, Source
+from energylens.results.service import ServingResult
 from energylens.spec.system import Parallelism
 
 
@@ -81,6 +82,8 @@ class ScoredConfig:
         best_of, tied_on: objectives by which it is the best; by which its interval overlaps with
             the best one's.
         prediction: all that is known, where exact.
+        service: the same of a configuration that was simulated under traffic; its ``batch`` is the
+            most sequences of a replica, and its times are 90th percentiles.
         by_context: decode steps at the contexts that were asked for and fit, where exact and on the
             front.
     """
@@ -99,6 +102,7 @@ class ScoredConfig:
     best_of: tuple[str, ...] = ()
     tied_on: tuple[str, ...] = ()
     prediction: Prediction | None = None
+    service: ServingResult | None = None
     by_context: tuple[ContextPoint, ...] = ()
     prefill: PrefillPool | None = None
 
@@ -122,6 +126,7 @@ class Frontier:
         level: of the intervals; source: weakest of the exact predictions.
         power_limit_w: of each board, where it was asked for.
         precision: what ``weights`` or ``kv_cache`` are stored in, where it is not the spec's.
+        rate_per_s: requests/s of all replicas, where services under traffic were searched.
     """
 
     spec: str
@@ -143,6 +148,7 @@ class Frontier:
     notes: tuple[str, ...] = ()
     power_limit_w: float | None = None
     precision: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    rate_per_s: float | None = None
 
     @property
     def front(self) -> tuple[ScoredConfig, ...]:

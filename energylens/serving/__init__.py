@@ -5,7 +5,15 @@
 
 from energylens.serving.batching import Replica, Simulation
 from energylens.serving.prices import PriceTable, StepPricer, attention_pairs
-from energylens.serving.service import Limits, kv_tokens, percentiles, serve, tpot_s
+from energylens.serving.service import (
+    Limits,
+    Service,
+    kv_tokens,
+    percentiles,
+    serve,
+    service_of,
+    tpot_s,
+)
 from energylens.serving.traffic import (
     Requests,
     Traffic,
@@ -19,6 +27,7 @@ __all__ = [
     "PriceTable",
     "Replica",
     "Requests",
+    "Service",
     "Simulation",
     "StepPricer",
     "Traffic",
@@ -29,5 +38,6 @@ __all__ = [
     "read_lengths",
     "requests_of",
     "serve",
+    "service_of",
     "tpot_s",
 ]

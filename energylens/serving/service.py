@@ -92,8 +92,36 @@ def serve(
         SpecError: the engine forms no steps, or an arrivals file cannot be used.
         OutOfRangeError: a limit cannot be, or a request is longer than the KV cache.
     """
+    service = service_of(
+        spec,
+        engine=engine,
+        device=device,
+        config=config,
+        limits=limits,
+        bundles=bundles,
+        anchors=anchors,
+        link=link,
+    )
+    replica = service.replica(longest=max(p + g for p, g in traffic.lengths))
+    if isinstance(replica, Infeasible):
+        return replica
+    return service.serve(replica, traffic, steady_state=steady_state)
+
+
+def service_of(
+    spec: Spec,
+    *,
+    engine: Engine,
+    device: Device,
+    config: Config = Config(),
+    limits: Limits = Limits(),
+    bundles: Sequence[Bundle] = (),
+    anchors: Anchors | None = None,
+    link: Link | None = None,
+) -> Service:
+    """A configuration as a service; see `serve` for the arguments and errors."""
     engine = engine.on(device)
-    service = _Service(
+    return Service(
         spec=spec,
         engine=replace(engine, serving=_limited(engine, limits)),
         device=device,
@@ -102,39 +130,10 @@ def serve(
         anchors=anchors,
         link=link,
     )
-    parallelism = config.parallelism
-    times = traffic.times_s()
-    requests = requests_of(times[:: parallelism.replicas], traffic.lengths)
-    replica = service.replica(longest=max(p + g for p, g in traffic.lengths))
-    if isinstance(replica, Infeasible):
-        return replica
-    summary = _summary(traffic, times, requests)
-    rate = summary.rate_per_s or 0.0
-    sustained = parallelism.replicas * replica.saturation_rate(traffic.lengths)
-    asked = f"{rate:.4g} requests/s, and it saturates at {sustained:.4g}/s"
-    if steady_state and rate > sustained:
-        return Infeasible(
-            reason=f"no steady state of {spec.name} on {parallelism.gpus} x {device.name} at "
-            f"{asked}; lower the rate, or raise --replicas or --tp"
-        )
-    run = replica.simulate(requests)
-    prompt, decode = service.typical_steps(requests, run)
-    for step in (prompt, decode):
-        if isinstance(step, Infeasible):
-            return step
-    assert isinstance(prompt, Prediction) and isinstance(decode, Prediction)
-    notes = [*prompt.notes, *decode.notes]
-    if rate > sustained:
-        notes.append(f"the traffic asks for {asked}: the queue grows as long as requests arrive")
-    if parallelism.replicas > 1:
-        notes.append("requests go round robin; the first replica stands for all of them")
-    return _result(
-        prompt, decode, requests, run, replica, summary, sustained, tuple(dict.fromkeys(notes))
-    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Service:
+class Service:
     """A configuration, and the prices of its steps."""
 
     spec: Spec
@@ -195,6 +194,44 @@ class _Service:
             blocks=blocks,
             idle_w=sum(b.idle_w for b in priced.boards),
             ahead=True,
+        )
+
+    def with_replicas(self, replicas: int) -> Service:
+        """The same with so many replicas, each of which is the same `Replica` again."""
+        parallelism = replace(self.config.parallelism, replicas=replicas)
+        return replace(self, config=replace(self.config, parallelism=parallelism))
+
+    def serve(
+        self, replica: Replica, traffic: Traffic, *, steady_state: bool = False
+    ) -> ServingResult | Infeasible:
+        """What the requests of all replicas meet and cost; see `energylens.serving.serve`."""
+        parallelism = self.config.parallelism
+        times = traffic.times_s()
+        requests = requests_of(times[:: parallelism.replicas], traffic.lengths)
+        summary = _summary(traffic, times, requests)
+        rate = summary.rate_per_s or 0.0
+        sustained = parallelism.replicas * replica.saturation_rate(traffic.lengths)
+        asked = f"{rate:.4g} requests/s, and it saturates at {sustained:.4g}/s"
+        if steady_state and rate > sustained:
+            return Infeasible(
+                reason=f"no steady state of {self.spec.name} on {parallelism.gpus} x "
+                f"{self.device.name} at {asked}; lower the rate, or raise --replicas or --tp"
+            )
+        run = replica.simulate(requests)
+        prompt, decode = self.typical_steps(requests, run)
+        for step in (prompt, decode):
+            if isinstance(step, Infeasible):
+                return step
+        assert isinstance(prompt, Prediction) and isinstance(decode, Prediction)
+        notes = [*prompt.notes, *decode.notes]
+        if rate > sustained:
+            notes.append(
+                f"the traffic asks for {asked}: the queue grows as long as requests arrive"
+            )
+        if parallelism.replicas > 1:
+            notes.append("requests go round robin; the first replica stands for all of them")
+        return _result(
+            prompt, decode, requests, run, replica, summary, sustained, tuple(dict.fromkeys(notes))
         )
 
     def typical_steps(

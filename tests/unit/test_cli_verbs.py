@@ -61,6 +61,7 @@ FLAGS = {
         "--dp",
         "--pp",
         "--disaggregate",
+        "--rate",
         "--overlap",
         "--device",
         "--engine",

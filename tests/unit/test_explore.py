@@ -521,7 +521,7 @@ SMALL = ["explore", "llama3_8b", "--gpus", "2", "--batch", "1..4,16"]
 
 
 def test_the_document_holds_every_configuration(capsys: Capture, tmp_path: Path) -> None:
-    path = tmp_path / "new" / "all.csv"
+    path = tmp_path / "all.csv"
     assert main([*SMALL, "--max-tpot-ms", "6", "--json", "--csv", str(path)]) == 0
     out, err = capsys.readouterr()
     document = json.loads(out)

@@ -383,12 +383,12 @@ def test_pairs_that_differ_in_the_prefill_batch_can_be_told_apart(tmp_path: Path
 
 
 def test_the_verb_writes_the_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    file = tmp_path / "new" / "front.html"
+    file = tmp_path / "front.html"
     words = ["explore", "llama3_8b", "--gpus", "2", "--batch", "1..4", "--html", str(file)]
     assert main([*words, "--price-per-gpu-hour", "2"]) == 0
     data = data_of(file.read_text(encoding="utf-8"))
     assert "cost_per_million_tokens" in data["configs"]["values"]
     assert [p[0] for p in data["exact"][0]["by_context"]] == [144, 288, 576, 1152, 2304, 4608, 9216]
-    assert [p.name for p in file.parent.iterdir()] == ["front.html"]
+    assert [p.name for p in tmp_path.iterdir()] == ["front.html"]
     assert main([*words[:-1], "front.pdf"]) == 2
     assert "--html: front.pdf found, and must end in .html, .htm" in capsys.readouterr().err

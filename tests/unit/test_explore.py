@@ -515,6 +515,23 @@ def test_devices_and_numbers_of_gpus_go_in_pairs(capsys: Capture) -> None:
     assert "1 x h200 is named 2 times" in capsys.readouterr().err
 
 
+def test_an_anchor_file_is_read_once(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = sorted(map(str, (data_dir("calibration") / "anchors").glob("h200-*.json")))[:2]
+    read, read_text = list[str](), Path.read_text
+
+    def noted(path: Path, *arguments: str, **more: str) -> str:
+        read.append(str(path))
+        return read_text(path, *arguments, **more)
+
+    monkeypatch.setattr(Path, "read_text", noted)
+    words = ["explore", "llama3_8b", "--batch", "1,8", "--tp", "1", "--json"]
+    words += ["--device", "h200,a6000", "--gpus", "1"]
+    assert main([*words, *(word for path in files for word in ("--anchor", path))]) == 0
+    assert sorted(path for path in read if path in files) == files
+    pick = json.loads(capsys.readouterr().out)["picks"][0]
+    assert all(f"--anchor {path}" in pick["predict"] for path in files)
+
+
 # ---------------------------------------------------------------- the verb
 
 SMALL = ["explore", "llama3_8b", "--gpus", "2", "--batch", "1..4,16"]

@@ -37,6 +37,7 @@ NOTE = (
     "layouts is that of decoding alone, as if nothing were prefilled beside it"
 )
 
+NO_LINK = "the KV cache goes over a link, and none is known between {gpus} x {device}"
 
 _UTILISATION = "utilisation"
 
@@ -165,9 +166,8 @@ class Disaggregation:
             )
         if search.link is None:
             raise SpecError(
-                "--disaggregate sends the KV cache over a link, and none is known between "
-                f"{search.gpus} x {search.device.name}; leave --disaggregate out, or choose "
-                "devices with a known link"
+                f"--disaggregate: {NO_LINK.format(gpus=search.gpus, device=search.device.name)}; "
+                "leave --disaggregate out, or choose devices with a known link"
             )
         self._search, self._chosen, self._table = search, chosen, chosen.table
         self._link = search.link

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from energylens.anchors import anchors_to_json
 from energylens.report.launch import PredictCommand, command_lines, commands
-from energylens.report.prediction import overlap_document
+from energylens.report.prediction import parallelism_document
 from energylens.report.table import bundle_names, digits, memory, quantity, table
 from energylens.results import LIMIT_OPTIONS, Infeasible, SearchCounts
 from energylens.results.search import Frontier, ScoredConfig
@@ -142,16 +142,9 @@ def _scored(c: ScoredConfig) -> dict[str, Any]:
     return {
         "id": c.id,
         "device": c.pool.device,
-        "parallelism": {**c.parallelism.degrees, "gpus": c.parallelism.gpus},
-        "overlap": overlap_document(c.parallelism),
+        **parallelism_document(c.parallelism),
         "batch": c.batch,
-        "prefill": {
-            **asdict(c.prefill),
-            "parallelism": {
-                **c.prefill.parallelism.degrees,
-                "gpus": c.prefill.parallelism.gpus,
-            },
-        }
+        "prefill": asdict(c.prefill) | parallelism_document(c.prefill.parallelism)
         if c.prefill
         else None,
         "unused_gpus": c.unused_gpus,

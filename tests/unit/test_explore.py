@@ -14,6 +14,7 @@ import pytest
 
 import energylens
 from energylens.cli import main
+from energylens.cli.output import show
 from energylens.errors import OutOfRangeError, SpecError
 from energylens.explore import (
     OBJECTIVES,
@@ -25,12 +26,13 @@ from energylens.explore import (
 )
 from energylens.explore.front import exact_values
 from energylens.predict import Catalogue, predict
-from energylens.report.frontier import frontier_plot
+from energylens.report.frontier import frontier_plot, frontier_table
 from energylens.report.launch import commands, launch_command
 from energylens.results import Infeasible, Prediction
 from energylens.results.search import Frontier
+from energylens.spec.model import Overlap
 from energylens.spec.resources import data_dir
-from energylens.spec.system import Config, Parallelism, Workload
+from energylens.spec.system import Config, Overlapping, Parallelism, Workload
 
 pytestmark = pytest.mark.usefixtures("no_debug")
 
@@ -530,6 +532,23 @@ def test_an_anchor_file_is_read_once(capsys: Capture, monkeypatch: pytest.Monkey
     assert sorted(path for path in read if path in files) == files
     pick = json.loads(capsys.readouterr().out)["picks"][0]
     assert all(f"--anchor {path}" in pick["predict"] for path in files)
+
+
+# ---------------------------------------------------------------- overlaps
+
+WAYS = (Overlapping(), Overlapping(sm=16, chunks=4), Overlapping(sm=16, chunks=8))
+
+
+def test_a_switched_off_overlap_of_the_spec_is_told_from_its_own(capsys: Capture) -> None:
+    spec = CATALOGUE.spec("llama3_8b")
+    own = replace(spec, overlap=(Overlap(collective="all_reduce", beside="down", sm=16),))
+    f = energylens.explore(own, gpus=2, tp=2, batch=(1,), overlap=(None, *WAYS[:2]))
+    assert isinstance(f, Frontier)
+    assert [row["overlap"] for row in f.rows()] == [None, "off", "16x4"]
+    show(frontier_table(f, lambda device: "energylens predict"))
+    lines = capsys.readouterr().out.splitlines()
+    columns = [line.split()[7] for line in lines if re.match(r" +\d+ +2 +1 ", line)]
+    assert set(columns) == {"-", "off", "16x4"}
 
 
 # ---------------------------------------------------------------- the verb

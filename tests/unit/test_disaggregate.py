@@ -236,6 +236,22 @@ def test_devices_without_a_known_link_do_not_keep_the_others_from_it(
     assert f"{why.replace('8 x', '2 x')}; leave --disaggregate out" in capsys.readouterr().err
 
 
+def test_pools_overlap_where_it_is_worth_something(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["explore", "llama3_8b", "--gpus", "4", "--tp", "2", "--pp", "1", "--batch", "1..16"]
+    words += ["--prompt-len", "4096", "--overlap", "off,16x4,16x8", "--disaggregate"]
+    words += ["--objective", "ttft,energy_per_prompt,energy_per_token"]
+    assert main([*words, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    own = [c for c in document["configs"] if c["prefill"]]
+    assert own and {c["overlap"] and c["overlap"]["sm"] for c in own} == {None}  # decodes nothing
+    assert {"sm": 16, "chunks": 4} in [c["prefill"]["overlap"] for c in own]
+    alone = [c for c in document["configs"] if not c["prefill"]]
+    assert {c["overlap"] and c["overlap"]["chunks"] for c in alone} == {None, 4, 8}
+    assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any("  16x4/-  " in line for line in lines) and any("  -/-  " in line for line in lines)
+
+
 def test_the_verb_shows_both_pools_and_how_to_start_them(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

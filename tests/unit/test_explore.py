@@ -539,6 +539,19 @@ def test_an_anchor_file_is_read_once(capsys: Capture, monkeypatch: pytest.Monkey
 WAYS = (Overlapping(), Overlapping(sm=16, chunks=4), Overlapping(sm=16, chunks=8))
 
 
+def test_what_no_overlap_changes_is_not_ordered_by_what_is_exact() -> None:
+    f = found(space=SearchSpace(batches=range(1, 33), tp=(2,), overlap=WAYS), exact=6)
+    assert 0 < sum(c.exact for c in f.configs) < len(f.configs) / 3
+    for batch in range(1, 33):  # tokens of a decode step: too few for a chunk
+        plain, *others = (c for c in f.configs if c.batch == batch)
+        assert plain.parallelism.overlap is None and len(others) == 2
+        for c in others:
+            for name in ("tpot_s", "energy_per_token_j"):
+                assert c.values[name] == pytest.approx(plain.values[name], rel=1e-9)
+            assert c.on_frontier == plain.on_frontier
+            assert c.values["ttft_s"] != plain.values["ttft_s"]
+
+
 def test_a_switched_off_overlap_of_the_spec_is_told_from_its_own(capsys: Capture) -> None:
     spec = CATALOGUE.spec("llama3_8b")
     own = replace(spec, overlap=(Overlap(collective="all_reduce", beside="down", sm=16),))

@@ -332,7 +332,8 @@ def explore(
         carbon_g_per_kwh: grams of CO2-equivalent of a kWh from the grid.
         top: most configurations to predict exactly, of each kind of device.
         contexts: at which a decode step of the exactly predicted part of the front is priced, too.
-        disaggregate: try prefill and decode on GPUs of their own, too.
+        disaggregate: try prefill and decode on GPUs of their own, too; of several kinds of device
+            on those with a known link.
         precision: what weights or KV cache are stored in, as for `setting`.
         power_limit_w: of each board, the calibration's by default.
         routing: how tokens choose experts, the spec's own way by default.
@@ -348,6 +349,7 @@ def explore(
     """
     from energylens.explore import DEFAULT_OBJECTIVES, Constraints, Prices, SearchSpace
     from energylens.explore import explore as search
+    from energylens.explore.disaggregate import NO_LINK
     from energylens.explore.several import pairs, together
     from energylens.explore.traffic import explore_traffic as search_traffic
     from energylens.results.search import Frontier
@@ -384,8 +386,15 @@ def explore(
         carbon_g_per_kwh=carbon_g_per_kwh,
     )
     given, priced_at = _anchors(anchors), tuple(contexts)
+    pools = [
+        (board, count, next((n for n in range(count, 0, -1) if known.link(board, n)), None))
+        for board, count in pairs(boards, (gpus,) if isinstance(gpus, int) else gpus)
+    ]
+    # Devices without a known link are searched without it, unless there are no others.
+    some_linked = any(linked for _, count, linked in pools if count > 1)
     found: dict[str, Frontier | Infeasible] = {}
-    for board, count in pairs(boards, (gpus,) if isinstance(gpus, int) else gpus):
+    for board, count, linked in pools:
+        unlinked = disaggregate and some_linked and count > 1 and linked is None
         s = setting(
             spec,
             device=board,
@@ -394,7 +403,6 @@ def explore(
             catalogue=known,
             precision=precision,
         )
-        linked = next((n for n in range(count, 0, -1) if s.link(n) is not None), None)
         common: dict[str, Any] = {
             "engine": s.engine,
             "device": s.device,
@@ -424,17 +432,22 @@ def explore(
                 space=space,
                 exact=top,
                 contexts=priced_at,
-                disaggregate=disaggregate,
+                disaggregate=disaggregate and not unlinked,
                 **common,
             )
-        if isinstance(result, Frontier) and linked not in (None, count):
-            note = (
-                f"no link between {count} {board.name} is known: that of {linked} stands for it, "
-                "and layouts of more are priced too well"
-            )
-            result = replace(result, notes=(*result.notes, note))
         if isinstance(result, Frontier):
-            result = replace(result, precision=MappingProxyType(dict(precision or {})))
+            notes = list(result.notes)
+            if linked not in (None, count):
+                notes.append(
+                    f"no link between {count} {board.name} is known: that of {linked} stands for "
+                    "it, and layouts of more are priced too well"
+                )
+            if unlinked:
+                why = NO_LINK.format(gpus=count, device=board.name)
+                notes.append(f"nothing is disaggregated: {why}")
+            result = replace(
+                result, notes=tuple(notes), precision=MappingProxyType(dict(precision or {}))
+            )
         found[f"{count} x {board.name}"] = result
     return together(found)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 J_PER_MJ = 1e-3  # NVML counts millijoules
-J_PER_UJ = 1e-6  # RAPL counts microjoules
 W_PER_MW = 1e-3  # NVML reports milliwatts
 W_PER_UW = 1e-6  # hwmon counts microwatts
 HZ_PER_KHZ = 1e3

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from energylens.anchors import save_anchors
 from energylens.results import (
+    Anchors,
+    BoardAnchor,
     BreakdownRow,
     BundleRef,
     Interval,
@@ -38,6 +41,22 @@ def shared_truth() -> Path:
     if not folder.is_dir():
         pytest.skip("no ../shared/truth beside this checkout")
     return folder
+
+
+@pytest.fixture
+def anchor_file(tmp_path: Path) -> Path:
+    """A file with the anchor of one H200, ``GPU-1``."""
+    board = BoardAnchor(
+        board_uuid="GPU-1",
+        device="h200",
+        idle_w=125.0,
+        stream_w=640.0,
+        gemm_w=690.0,
+        gemm_tflops=655.0,
+    )
+    path = tmp_path / "anchor.json"
+    save_anchors(Anchors(boards=(board,)), path)
+    return path
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ from energylens.cli.options import (
     check_least,
     check_positive,
     find_engine,
-    load_anchors,
     milliseconds,
     parse_integers,
     parse_overlap,
@@ -136,6 +135,7 @@ def explore(
 ) -> None:
     """The Pareto front of all parallel layouts and batches: joules against milliseconds."""
     from energylens import api
+    from energylens.anchors import load_anchors, merge_anchors
     from energylens.explore import DEFAULT_OBJECTIVES, Constraints, Prices
     from energylens.explore.several import pairs
     from energylens.files import write_atomically
@@ -175,6 +175,7 @@ def explore(
         pue=pue,
         carbon_g_per_kwh=check_positive("--carbon-g-per-kwh", carbon_g_per_kwh),
     )
+    anchored = [(path, load_anchors(path)) for path in anchor or ()]
     result = api.explore(
         spec,
         gpus=parse_integers("--gpus", gpus),
@@ -204,7 +205,7 @@ def explore(
         precision=parse_precision(precision),
         power_limit_w=check_positive("--power-limit", power_limit),
         routing=routing,
-        anchors=load_anchors(anchor),
+        anchors=merge_anchors(found for _, found in anchored) if anchored else None,
         catalogue=catalogue,
     )
     if isinstance(result, Infeasible):
@@ -230,15 +231,14 @@ def explore(
     others = (("--routing", routing), ("--power-limit", power_limit), ("--precision", precision))
     given += [(n, str(v)) for n, v in others if v]
     given += [("--bundle", str(path)) for path in bundle or ()]
-    anchored = [
-        (path, {b.device for b in found.boards})
-        for path in anchor or ()
-        if (found := load_anchors([path])) is not None
-    ]
 
     def command(name: str) -> str:
         asked = next(d for d in devices if catalogue.device(d).name == name)
-        own = [("--anchor", str(path)) for path, devices_of in anchored if devices_of <= {name}]
+        own = [
+            ("--anchor", str(path))
+            for path, found in anchored
+            if all(board.device == name for board in found.boards)
+        ]
         words = [w for pair in (("--device", asked), *given, *own) for w in pair]
         return shlex.join(["energylens", "predict", spec, *words])
 

@@ -54,18 +54,40 @@ def show(result: Mapping[str, Any] | RenderableType) -> None:
 
 
 def check_output(option: str, path: Path | None, suffixes: Sequence[str] = ()) -> None:
-    """Refuse a file that cannot be written, before the work whose result it is for."""
+    """Refuse a file that cannot be written, before the work whose result it is for.
+
+    It only looks: a folder that is missing is told and not made, as it may be a slip of the pen,
+    and the work may still fail.
+
+    Args:
+        option: that named the file, for the message.
+        path: the file, or None where there is none to write.
+        suffixes: that it may end in; any where there are none.
+
+    Raises:
+        SpecError: the file ends in something else, or cannot be written.
+    """
     if path is None:
         return
     if suffixes and path.suffix not in suffixes:
         raise SpecError(f"{option}: {path} found, and must end in {', '.join(suffixes)}")
-    existed = path.exists()
+    if why := _unwritable(path):
+        raise SpecError(f"{option}: {path} cannot be written ({why})")
+
+
+def _unwritable(path: Path) -> str | None:
+    """Why a file cannot be written and what to do, or None as far as can be seen."""
+    folder = path.parent
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a", encoding="utf-8").close()
-    except OSError as error:
-        raise SpecError(
-            f"{option}: {path} cannot be written ({error.strerror}); choose another place"
-        ) from None
-    if not existed:
-        path.unlink()
+        if not folder.is_dir():
+            return f"there is no folder {folder}; make it, or choose another place"
+        # A device such as /dev/null would give way to the file that is put in its place.
+        if path.exists() and not path.is_file():
+            return f"it is {'a folder' if path.is_dir() else 'no file'}; choose another name"
+    except OSError as error:  # a name that is too long, say
+        return f"{error.strerror}; choose another place"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return f"no permission to write into {folder}; choose another place"
+    if path.exists() and not os.access(path, os.W_OK):
+        return "no permission to write it; choose another place"
+    return None

@@ -37,8 +37,10 @@ NOTE = (
     "layouts is that of decoding alone, as if nothing were prefilled beside it"
 )
 
+NO_LINK = "the KV cache goes over a link, and none is known between {gpus} x {device}"
 
 _UTILISATION = "utilisation"
+_ALIKE = 1e-3  # relative: closer values of a layout with an overlap and without are the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,9 +167,8 @@ class Disaggregation:
             )
         if search.link is None:
             raise SpecError(
-                "--disaggregate sends the KV cache over a link, and none is known between "
-                f"{search.gpus} x {search.device.name}; leave --disaggregate out, or choose "
-                "devices with a known link"
+                f"--disaggregate: {NO_LINK.format(gpus=search.gpus, device=search.device.name)}; "
+                "leave --disaggregate out, or choose devices with a known link"
             )
         self._search, self._chosen, self._table = search, chosen, chosen.table
         self._link = search.link
@@ -231,7 +232,27 @@ class Disaggregation:
         if "total_power_w" in names:  # of all replicas
             replicas = np.array([p.replicas for p in table.parallelism])[table.layout[rows]]
             columns[names.index("total_power_w")] -= np.log(replicas)
-        return rows[pareto(np.column_stack(columns).round(6))]
+        costs = np.column_stack(columns).round(6)
+        kept = self._plainest(rows, costs)
+        return rows[kept][pareto(costs[kept])]
+
+    def _plainest(self, rows: IntArray, costs: Array) -> IntArray:
+        """Where in ``rows`` there is no overlap, or one that changes something.
+
+        A pool only decodes, in steps that are mostly too small to overlap, or only prefills: it
+        would name an overlap by chance.
+        """
+        overlapped = [bool(p.overlap) for p in self._table.parallelism]
+        if not any(overlapped):
+            return np.arange(len(rows))
+        degrees = [replace(p, overlap=None) for p in self._table.parallelism]
+        layouts, batches = self._table.layout[rows].tolist(), self._table.batch[rows].tolist()
+        kept: dict[tuple[Parallelism, int], list[int]] = {}
+        for i in sorted(range(len(rows)), key=lambda i: overlapped[layouts[i]]):
+            others = kept.setdefault((degrees[layouts[i]], batches[i]), [])
+            if not any(np.abs(costs[i] - costs[j]).max() < _ALIKE for j in others):
+                others.append(i)
+        return np.array(sorted(i for own in kept.values() for i in own), dtype=np.int64)
 
     def _pairs(self) -> Pairs:
         """Each row to prefill with and each to decode with, where both fit on the GPUs.

@@ -91,6 +91,13 @@ class Table:
     runs: BoolArray
     """False where the exact prediction says that it cannot."""
 
+    def other_ways(self, row: int) -> IntArray:
+        """Rows that only differ from ``row`` in how their all-reduces run."""
+        own = replace(self.parallelism[self.layout[row]], overlap=None)
+        same = np.array([replace(p, overlap=None) == own for p in self.parallelism])
+        same_batch = self.batch == self.batch[row]
+        return np.flatnonzero(same[self.layout] & same_batch & (np.arange(len(self.batch)) != row))
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Choice:

@@ -433,8 +433,13 @@ class Search:
                     table.runs[row] = False
                     self.infeasible[result.reason] += 1
                     continue
+                others = [i for i in table.other_ways(row).tolist() if i not in chosen.exact]
                 for name, (value, _, _) in exact_values(result, self.prices).items():
-                    table.values[name][row] = value
+                    column = table.values[name]
+                    # An overlap changes little or nothing, and the table errs alike: which of them
+                    # are exact must not order what is the same.
+                    column[others] *= value / column[row]
+                    column[row] = value
 
     def exactly(
         self,

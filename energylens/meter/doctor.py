@@ -13,7 +13,7 @@ from pathlib import Path
 from energylens.errors import MeterError
 from energylens.meter.base import POWER_SENSORS, AbstractMeter, Capability, DeviceInfo
 from energylens.meter.choose import choose_meter
-from energylens.meter.host import HostMeter
+from energylens.meter.host import host_capabilities
 from energylens.meter.nvml import visible_devices
 from energylens.meter.tegra import tegra_board
 
@@ -105,7 +105,7 @@ def diagnose(
         visible=visible,
         visible_error=visible_error,
         capabilities=capabilities,
-        host=HostMeter(root).capabilities(),
+        host=host_capabilities(root),
         calibrate_blockers=tuple(_calibrate_blockers(lacking, visible, visible_error, meter_error)),
         hints=tuple(hints),
     )

@@ -83,7 +83,7 @@ def doctor_text(document: Mapping[str, Any]) -> str:
             if sensor["uuid"] == board["uuid"]:
                 lines.append(f"  {sensor['sensor']}: {_state_of(sensor)}")
     for counter in document["host"]:
-        lines.append(f"host {counter['uuid'].partition('/')[2]} energy: {_state_of(counter)}")
+        lines.append(f"host {counter['uuid']} energy: {_state_of(counter)}")
     return "\n".join([*lines, *(f"to do: {hint}" for hint in document["hints"])])
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from energylens.anchors import anchors_to_json
 from energylens.report.launch import PredictCommand, command_lines, commands
-from energylens.report.prediction import overlap_document
+from energylens.report.prediction import parallelism_document
 from energylens.report.table import bundle_names, digits, memory, quantity, table
 from energylens.results import LIMIT_OPTIONS, Infeasible, SearchCounts
 from energylens.results.search import Frontier, ScoredConfig
@@ -147,16 +147,9 @@ def _scored(c: ScoredConfig) -> dict[str, Any]:
     return {
         "id": c.id,
         "device": c.pool.device,
-        "parallelism": {**c.parallelism.degrees, "gpus": c.parallelism.gpus},
-        "overlap": overlap_document(c.parallelism),
+        **parallelism_document(c.parallelism),
         "batch": c.batch,
-        "prefill": {
-            **asdict(c.prefill),
-            "parallelism": {
-                **c.prefill.parallelism.degrees,
-                "gpus": c.prefill.parallelism.gpus,
-            },
-        }
+        "prefill": asdict(c.prefill) | parallelism_document(c.prefill.parallelism)
         if c.prefill
         else None,
         "unused_gpus": c.unused_gpus,
@@ -255,17 +248,15 @@ def _front_table(f: Frontier) -> Table:
     rows = []
     overlaps = any(c.parallelism.overlap is not None for c in f.configs)
     for c in shown:
-        p = c.parallelism
         marks = [*(f"best {n}" for n in c.best_of), *(f"tied {n}" for n in c.tied_on)]
         cells = [_cell(c.values[n], unit) for n, (_, unit) in columns.items()]
         device = [f"{c.pool.gpus} x {c.pool.device}"] if len(f.pools) > 1 else []
-        degrees = [str(n) for n in (p.tp, p.ep, p.dp, p.pp, p.replicas, c.batch)]
-        overlap = [str(p.overlap or "-")] if overlaps else []
+        layout = _layout_cells(c.parallelism, c.batch)
         if c.prefill is not None:
-            q = c.prefill.parallelism
-            first = (q.tp, q.ep, q.dp, q.pp, q.replicas, c.prefill.batch)
-            degrees = [f"{n}/{own}" for n, own in zip(first, degrees, strict=True)]
-        rows.append((str(c.rank), *device, *degrees, *overlap, *cells, ", ".join(marks)))
+            first = _layout_cells(c.prefill.parallelism, c.prefill.batch)
+            layout = [f"{n}/{own}" for n, own in zip(first, layout, strict=True)]
+        layout = layout if overlaps else layout[:-1]
+        rows.append((str(c.rank), *device, *layout, *cells, ", ".join(marks)))
     names = (
         "rank",
         *(["device"] if len(f.pools) > 1 else []),
@@ -280,6 +271,12 @@ def _front_table(f: Frontier) -> Table:
         "",
     )
     return table("front", names, rows, text=(len(names) - 1,))
+
+
+def _layout_cells(p: Parallelism, batch: int) -> list[str]:
+    """Degrees, batch and overlap, ``-`` where it is the spec's own."""
+    overlap = "-" if p.overlap is None else p.overlap
+    return [str(n) for n in (p.tp, p.ep, p.dp, p.pp, p.replicas, batch, overlap)]
 
 
 def _cell(value: float, unit: str) -> str:

@@ -141,15 +141,17 @@ def subject(
         "spec": spec,
         "device": device,
         "engine": engine,
-        "parallelism": {**parallelism.degrees, "gpus": parallelism.gpus},
-        "overlap": overlap_document(parallelism),
+        **parallelism_document(parallelism),
         "workload": {**asdict(workload), "context_len": workload.decode_context},
     }
 
 
-def overlap_document(parallelism: Parallelism) -> dict[str, int] | None:
-    """SMs and chunks of the collectives beside compute that were asked for, or None."""
-    return asdict(parallelism.overlap) if parallelism.overlap is not None else None
+def parallelism_document(parallelism: Parallelism) -> dict[str, Any]:
+    """Degrees, and SMs and chunks of the collectives beside compute, None where none are asked."""
+    return {
+        "parallelism": {**parallelism.degrees, "gpus": parallelism.gpus},
+        "overlap": asdict(parallelism.overlap) if parallelism.overlap is not None else None,
+    }
 
 
 def _phase(result: PhaseResult | None, gpus: int) -> dict[str, Any] | None:
@@ -192,14 +194,19 @@ def subject_line(
     spec: str, device: str, engine: str, parallelism: Parallelism, workload: Workload
 ) -> str:
     """What was predicted, as tables begin."""
-    degrees = "".join(f", {name} {n}" for name, n in parallelism.degrees.items() if n > 1)
-    if parallelism.overlap is not None:
-        degrees += f", overlap {parallelism.overlap}"
     return (
-        f"{spec} on {parallelism.gpus} x {device}, engine {engine}{degrees}: "
+        f"{machine_line(spec, device, engine, parallelism)}: "
         f"batch {workload.batch}, prompt {workload.prompt_len}, generate {workload.gen_len}, "
         f"decode context {workload.decode_context:g}"
     )
+
+
+def machine_line(spec: str, device: str, engine: str, parallelism: Parallelism) -> str:
+    """What runs on what, in which layout."""
+    degrees = "".join(f", {name} {n}" for name, n in parallelism.degrees.items() if n > 1)
+    if parallelism.overlap is not None:
+        degrees += f", overlap {parallelism.overlap}"
+    return f"{spec} on {parallelism.gpus} x {device}, engine {engine}{degrees}"
 
 
 def _headline_table(p: Prediction) -> Table:

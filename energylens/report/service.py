@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from energylens.anchors import anchors_to_json
+from energylens.report.prediction import machine_line, parallelism_document
 from energylens.report.table import digits, prefix, quantity, source_line, table
 from energylens.results import Infeasible
 from energylens.results.service import ServingResult
@@ -31,7 +32,7 @@ def serving_document(result: ServingResult) -> dict[str, Any]:
         **asdict(r),
         "feasible": True,
         "reason": None,
-        "parallelism": {**r.parallelism.degrees, "gpus": r.parallelism.gpus},
+        **parallelism_document(r.parallelism),
         "source": str(r.source),
         "anchors": anchors_to_json(r.anchors) if r.anchors else None,
         "null_reasons": reasons,
@@ -48,7 +49,7 @@ def serving_infeasible_document(
         "spec": spec,
         "device": device,
         "engine": engine,
-        "parallelism": {**parallelism.degrees, "gpus": parallelism.gpus},
+        **parallelism_document(parallelism),
         "feasible": False,
         "reason": infeasible.reason,
         "bundles": [],
@@ -72,10 +73,9 @@ def serving_table(result: ServingResult) -> RenderableType:
 
 def _service_line(r: ServingResult) -> str:
     t = r.traffic
-    degrees = "".join(f", {name} {n}" for name, n in r.parallelism.degrees.items() if n > 1)
     rate = "at one time" if t.rate_per_s is None else f"at {t.rate_per_s:.4g}/s"
     return (
-        f"{r.spec} on {r.parallelism.gpus} x {r.device}, engine {r.engine}{degrees}: "
+        f"{machine_line(r.spec, r.device, r.engine, r.parallelism)}: "
         f"{t.requests} requests {rate} ({t.arrivals}), prompt {t.prompt_len.mean:.0f} (most "
         f"{t.prompt_len.max}), generate {t.gen_len.mean:.0f} (most {t.gen_len.max})"
     )

@@ -171,7 +171,7 @@ class Frontier:
                 "dp": c.parallelism.dp,
                 "pp": c.parallelism.pp,
                 "replicas": c.parallelism.replicas,
-                "overlap": str(c.parallelism.overlap or "") or None,
+                "overlap": None if c.parallelism.overlap is None else str(c.parallelism.overlap),
                 "batch": c.batch,
                 "prefill": c.prefill.name if c.prefill else None,
                 "unused_gpus": c.unused_gpus,

@@ -13,11 +13,11 @@ import pytest
 
 import energylens
 from energylens import api
-from energylens.anchors import anchors_to_json
+from energylens.anchors import load_anchors
 from energylens.cli import main
 from energylens.errors import OutOfRangeError, SpecError
 from energylens.predict import Catalogue
-from energylens.results import Anchors, BoardAnchor, Infeasible, Prediction, Source
+from energylens.results import Infeasible, Prediction, Source
 from energylens.results.search import Advice, Frontier
 from energylens.spec.resources import data_dir
 from energylens.spec.system import Mode, Phase
@@ -165,18 +165,10 @@ def test_validate_takes_files_and_rows(tmp_path: Path) -> None:
     assert energylens.validate([row.measurement for row in whole.rows]).rows == whole.rows
 
 
-def test_anchors_are_files_or_values_of_the_device(tmp_path: Path) -> None:
-    board = BoardAnchor(
-        board_uuid="GPU-1",
-        device="h200",
-        idle_w=80.0,
-        stream_w=500.0,
-        gemm_tflops=700.0,
-        gemm_w=690.0,
-    )
-    anchors, file = Anchors(boards=(board,)), tmp_path / "anchor.json"
-    file.write_text(json.dumps(anchors_to_json(anchors)))
-    assert predicted(anchors=anchors) == predicted(anchors=file) == predicted(anchors=[file])
+def test_anchors_are_files_or_values_of_the_device(anchor_file: Path) -> None:
+    anchors = load_anchors(anchor_file)
+    assert predicted(anchors=anchors) == predicted(anchors=anchor_file)
+    assert predicted(anchors=anchors) == predicted(anchors=[anchor_file])
     assert predicted(anchors=anchors) != predicted()
     with pytest.raises(SpecError, match="board GPU-1 is of h200, but the device is a6000"):
         energylens.predict("llama3_8b", device="a6000", anchors=anchors)

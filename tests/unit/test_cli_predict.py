@@ -251,23 +251,12 @@ def test_a_damaged_bundle_is_refused(capsys: Capture, tmp_path: Path) -> None:
     assert f"{path}: not a bundle, or cut off" in error_of(capsys, *MODEL, "--bundle", str(path))
 
 
-def test_an_anchor_file_is_used_and_named_in_the_result(capsys: Capture, tmp_path: Path) -> None:
-    board = {
-        "board_uuid": "GPU-1",
-        "device": "h200",
-        "idle_w": 125.0,
-        "stream_w": 640.0,
-        "gemm_w": 690.0,
-        "gemm_tflops": 655.0,
-    }
-    path = tmp_path / "anchor.json"
-    text = json.dumps({"schema": "energylens/anchor/v1", "boards": [board], "host": None})
-    path.write_text(text, encoding="utf-8")
-    document = run_json(capsys, *MODEL, "--anchor", str(path))
+def test_an_anchor_file_is_used_and_named_in_the_result(capsys: Capture, anchor_file: Path) -> None:
+    document = run_json(capsys, *MODEL, "--anchor", str(anchor_file))
     assert document["anchors"]["boards"][0]["board_uuid"] == "GPU-1"
-    assert main([*MODEL, "--anchor", str(path)]) == 0
+    assert main([*MODEL, "--anchor", str(anchor_file)]) == 0
     assert "device h200 (anchored GPU-1), " in capsys.readouterr().out.splitlines()[-1]
-    line = error_of(capsys, *MODEL, "--device", "a6000", "--anchor", str(path))
+    line = error_of(capsys, *MODEL, "--device", "a6000", "--anchor", str(anchor_file))
     assert "--anchor: board GPU-1 is of h200, but the device is a6000" in line
 
 

@@ -132,6 +132,7 @@ def test_a_flag_reaches_the_request(
     expected: object,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "t").mkdir()
     words = [flag] if value is None else [flag, value]
     assert main(["profile", MODEL, "--batch", "2", *words]) == 0
     assert getattr(ran[0], field) == expected

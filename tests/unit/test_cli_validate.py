@@ -64,7 +64,7 @@ def test_kernels_are_predicted_without_the_laws_that_they_do_not_show(
 def test_the_page_says_what_is_off_and_where(
     capsys: Capture, profile: Path, tmp_path: Path
 ) -> None:
-    page = tmp_path / "out" / "page.md"
+    page = tmp_path / "page.md"
     assert main(["validate", str(profile), "--report", str(page)]) == 0
     shown = capsys.readouterr().out
     assert "kernels of run-decode, without cap, host and gaps" in shown
@@ -97,6 +97,7 @@ def test_the_page_names_what_is_not_predicted_and_shows_the_plot(
         write(tmp_path / "bad.json", bad),
     ]
     page, plot = tmp_path / "page.md", tmp_path / "plots" / "all.png"
+    plot.parent.mkdir()
     assert main(["validate", *map(str, files), "--report", str(page), "--plot", str(plot)]) == 0
     text = page.read_text(encoding="utf-8")
     assert "![predicted against measured](plots/all.png)" in text

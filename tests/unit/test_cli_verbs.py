@@ -314,25 +314,13 @@ def test_validate_names_a_file_that_it_cannot_read(capsys: Capture, tmp_path: Pa
 
 
 def test_anchors_from_a_file_stand_in_for_rows_without_their_own(
-    capsys: Capture, truth: Path, tmp_path: Path
+    capsys: Capture, truth: Path, anchor_file: Path
 ) -> None:
-    board = {
-        "board_uuid": "GPU-1",
-        "device": "h200",
-        "idle_w": 125.0,
-        "stream_w": 640.0,
-        "gemm_w": 690.0,
-        "gemm_tflops": 500.0,
-    }
-    path = tmp_path / "anchor.json"
-    path.write_text(
-        json.dumps({"schema": "energylens/anchor/v1", "boards": [board], "host": None}),
-        encoding="utf-8",
-    )
-    assert main(["validate", str(truth), "--anchor", str(path), "--json"]) == 0
+    assert main(["validate", str(truth), "--anchor", str(anchor_file), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["summary"][0]["n_unpredicted"] == 2
-    path.write_text(path.read_text(encoding="utf-8").replace("h200", "a6000"), encoding="utf-8")
-    line = error_of(capsys, "validate", str(truth), "--anchor", str(path))
+    text = anchor_file.read_text(encoding="utf-8")
+    anchor_file.write_text(text.replace("h200", "a6000"), encoding="utf-8")
+    line = error_of(capsys, "validate", str(truth), "--anchor", str(anchor_file))
     assert "--anchor: board GPU-1 is of a6000, but the device is h200" in line
 
 

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+import energylens
 from energylens.cli import main
 from energylens.errors import SpecError
 from energylens.explore import Constraints, Prices, SearchSpace, explore
@@ -213,6 +214,42 @@ def test_what_cannot_be_disaggregated_says_why(capsys: pytest.CaptureFixture[str
     words = ["explore", "llama3_2_1b", "--gpus", "2", "--device", "a6000", "--disaggregate"]
     assert main(words) == 2
     assert "between 2 x a6000; leave --disaggregate out" in capsys.readouterr().err
+
+
+def test_devices_without_a_known_link_do_not_keep_the_others_from_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = {"batch": (1, 16), "objectives": OBJECTIVES, "top": 6, "disaggregate": True}
+    both = energylens.explore("llama3_8b", device=("a6000", "h200"), gpus=(8, 2), **asked)
+    alone = energylens.explore("llama3_8b", gpus=2, **asked)
+    plain = energylens.explore(
+        "llama3_8b", device="a6000", gpus=8, **asked | {"disaggregate": False}
+    )
+    assert isinstance(both, Frontier) and isinstance(alone, Frontier)
+    assert isinstance(plain, Frontier)
+    assert {c.pool.device for c in pairs(both)} == {"h200"}
+    assert both.counts.tried == alone.counts.tried + plain.counts.tried
+    why = "the KV cache goes over a link, and none is known between 8 x a6000"
+    assert f"8 x a6000: nothing is disaggregated: {why}" in both.notes
+    words = ["explore", "llama3_2_1b", "--device", "a6000", "--gpus", "1,2", "--disaggregate"]
+    assert main(words) == 2  # nor any other that could
+    assert f"{why.replace('8 x', '2 x')}; leave --disaggregate out" in capsys.readouterr().err
+
+
+def test_pools_overlap_where_it_is_worth_something(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["explore", "llama3_8b", "--gpus", "4", "--tp", "2", "--pp", "1", "--batch", "1..16"]
+    words += ["--prompt-len", "4096", "--overlap", "off,16x4,16x8", "--disaggregate"]
+    words += ["--objective", "ttft,energy_per_prompt,energy_per_token"]
+    assert main([*words, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    own = [c for c in document["configs"] if c["prefill"]]
+    assert own and {c["overlap"] and c["overlap"]["sm"] for c in own} == {None}  # decodes nothing
+    assert {"sm": 16, "chunks": 4} in [c["prefill"]["overlap"] for c in own]
+    alone = [c for c in document["configs"] if not c["prefill"]]
+    assert {c["overlap"] and c["overlap"]["chunks"] for c in alone} == {None, 4, 8}
+    assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any("  16x4/-  " in line for line in lines) and any("  -/-  " in line for line in lines)
 
 
 def test_the_verb_shows_both_pools_and_how_to_start_them(

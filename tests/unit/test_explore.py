@@ -14,6 +14,7 @@ import pytest
 
 import energylens
 from energylens.cli import main
+from energylens.cli.output import show
 from energylens.errors import OutOfRangeError, SpecError
 from energylens.explore import (
     OBJECTIVES,
@@ -25,12 +26,13 @@ from energylens.explore import (
 )
 from energylens.explore.front import exact_values
 from energylens.predict import Catalogue, predict
-from energylens.report.frontier import frontier_plot
+from energylens.report.frontier import frontier_plot, frontier_table
 from energylens.report.launch import commands, launch_command
 from energylens.results import Infeasible, Prediction
 from energylens.results.search import Frontier
+from energylens.spec.model import Overlap
 from energylens.spec.resources import data_dir
-from energylens.spec.system import Config, Parallelism, Workload
+from energylens.spec.system import Config, Overlapping, Parallelism, Workload
 
 pytestmark = pytest.mark.usefixtures("no_debug")
 
@@ -515,13 +517,60 @@ def test_devices_and_numbers_of_gpus_go_in_pairs(capsys: Capture) -> None:
     assert "1 x h200 is named 2 times" in capsys.readouterr().err
 
 
+def test_an_anchor_file_is_read_once(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = sorted(map(str, (data_dir("calibration") / "anchors").glob("h200-*.json")))[:2]
+    read, read_text = list[str](), Path.read_text
+
+    def noted(path: Path, *arguments: str, **more: str) -> str:
+        read.append(str(path))
+        return read_text(path, *arguments, **more)
+
+    monkeypatch.setattr(Path, "read_text", noted)
+    words = ["explore", "llama3_8b", "--batch", "1,8", "--tp", "1", "--json"]
+    words += ["--device", "h200,a6000", "--gpus", "1"]
+    assert main([*words, *(word for path in files for word in ("--anchor", path))]) == 0
+    assert sorted(path for path in read if path in files) == files
+    pick = json.loads(capsys.readouterr().out)["picks"][0]
+    assert all(f"--anchor {path}" in pick["predict"] for path in files)
+
+
+# ---------------------------------------------------------------- overlaps
+
+WAYS = (Overlapping(), Overlapping(sm=16, chunks=4), Overlapping(sm=16, chunks=8))
+
+
+def test_what_no_overlap_changes_is_not_ordered_by_what_is_exact() -> None:
+    f = found(space=SearchSpace(batches=range(1, 33), tp=(2,), overlap=WAYS), exact=6)
+    assert 0 < sum(c.exact for c in f.configs) < len(f.configs) / 3
+    for batch in range(1, 33):  # tokens of a decode step: too few for a chunk
+        plain, *others = (c for c in f.configs if c.batch == batch)
+        assert plain.parallelism.overlap is None and len(others) == 2
+        for c in others:
+            for name in ("tpot_s", "energy_per_token_j"):
+                assert c.values[name] == pytest.approx(plain.values[name], rel=1e-9)
+            assert c.on_frontier == plain.on_frontier
+            assert c.values["ttft_s"] != plain.values["ttft_s"]
+
+
+def test_a_switched_off_overlap_of_the_spec_is_told_from_its_own(capsys: Capture) -> None:
+    spec = CATALOGUE.spec("llama3_8b")
+    own = replace(spec, overlap=(Overlap(collective="all_reduce", beside="down", sm=16),))
+    f = energylens.explore(own, gpus=2, tp=2, batch=(1,), overlap=(None, *WAYS[:2]))
+    assert isinstance(f, Frontier)
+    assert [row["overlap"] for row in f.rows()] == [None, "off", "16x4"]
+    show(frontier_table(f, lambda device: "energylens predict"))
+    lines = capsys.readouterr().out.splitlines()
+    columns = [line.split()[7] for line in lines if re.match(r" +\d+ +2 +1 ", line)]
+    assert set(columns) == {"-", "off", "16x4"}
+
+
 # ---------------------------------------------------------------- the verb
 
 SMALL = ["explore", "llama3_8b", "--gpus", "2", "--batch", "1..4,16"]
 
 
 def test_the_document_holds_every_configuration(capsys: Capture, tmp_path: Path) -> None:
-    path = tmp_path / "new" / "all.csv"
+    path = tmp_path / "all.csv"
     assert main([*SMALL, "--max-tpot-ms", "6", "--json", "--csv", str(path)]) == 0
     out, err = capsys.readouterr()
     document = json.loads(out)

@@ -18,6 +18,7 @@ from energylens.cli import main
 from energylens.explore import OBJECTIVES
 from energylens.report.page import frontier_page
 from energylens.results.search import Frontier
+from energylens.spec.system import Overlapping
 
 pytestmark = pytest.mark.usefixtures("no_debug")
 
@@ -379,16 +380,42 @@ def test_pairs_that_differ_in_the_prefill_batch_can_be_told_apart(tmp_path: Path
         assert page.complaints == []
 
 
+@browser
+def test_an_overlap_is_in_the_names_of_what_has_one(tmp_path: Path) -> None:
+    words = {"gpus": 2, "tp": 2, "prompt_len": 4096, "batch": range(1, 9), "contexts": (1024,)}
+    ways = [Overlapping(), Overlapping(sm=16, chunks=4), Overlapping(sm=16, chunks=8)]
+    f = search(**words, overlap=ways, objectives=["ttft", "energy_per_prompt"], top=24)
+    best = f.best("energy_per_prompt")
+    assert str(best.parallelism.overlap) == "16x4"
+    file = tmp_path / "overlaps.html"
+    file.write_text(frontier_page(f, command), encoding="utf-8")
+    with Page(tmp_path / "profile") as page:
+        page.open(file)
+        boxes = "[...document.querySelectorAll('#layouts label')].map((l) => l.innerText.trim())"
+        assert page.run(boxes) == ["tp2", "tp2 overlap 16x4", "tp2 overlap 16x8"]
+        assert f"tp2 overlap 16x4, batch {best.batch}" in page.run(
+            "document.getElementById('picks').innerText"
+        )
+        page.run(
+            "[...document.querySelectorAll('#front tbody button')]"
+            f".find((b) => b.innerText === 'tp2 overlap 16x4, batch {best.batch}').click()"
+        )
+        shown = page.run("document.getElementById('selected-body').innerText")
+        assert f"--tp 2 --overlap 16x4 --batch {best.batch}" in shown
+        assert "without the overlap, for which vllm has no switch" in shown
+        assert page.complaints == []
+
+
 # ---------------------------------------------------------------- the verb
 
 
 def test_the_verb_writes_the_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    file = tmp_path / "new" / "front.html"
+    file = tmp_path / "front.html"
     words = ["explore", "llama3_8b", "--gpus", "2", "--batch", "1..4", "--html", str(file)]
     assert main([*words, "--price-per-gpu-hour", "2"]) == 0
     data = data_of(file.read_text(encoding="utf-8"))
     assert "cost_per_million_tokens" in data["configs"]["values"]
     assert [p[0] for p in data["exact"][0]["by_context"]] == [144, 288, 576, 1152, 2304, 4608, 9216]
-    assert [p.name for p in file.parent.iterdir()] == ["front.html"]
+    assert [p.name for p in tmp_path.iterdir()] == ["front.html"]
     assert main([*words[:-1], "front.pdf"]) == 2
     assert "--html: front.pdf found, and must end in .html, .htm" in capsys.readouterr().err

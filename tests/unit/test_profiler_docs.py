@@ -142,6 +142,9 @@ def test_the_meter_reads_what_the_register_counts(
     assert found.method == "counter_slope"
     assert found.energy_j == pytest.approx(25, rel=0.1)
     assert found.scope == "module"
+    (tmp_path / "max_energy_range_uj").unlink()  # B24: without it a wrap cannot be told
+    with pytest.raises(MeterError, match="max_energy_range_uj: cannot be read"):
+        meter.recorder([i.uuid for i in infos])
     with pytest.raises(MeterError, match="does not cover"):
         factory(("GPU-1",))
     register.unlink()

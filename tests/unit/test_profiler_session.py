@@ -8,6 +8,7 @@ import io
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,21 @@ def test_two_workers_energies_sum_the_slower_one_sets_the_latency() -> None:
         board_hash(mine.uuid),
         board_hash(other.uuid),
     ]
+
+
+def test_b38_a_sensor_of_the_machine_counts_once_for_all_its_workers() -> None:
+    machine = Machine(gpu(0, Steps(300.0)))
+    engine = FakeEngine(machine, uuids=())  # no board belongs to a worker
+    request = replace(DECODE, parallelism=Parallelism(tp=2))
+    found = session(
+        engine,
+        request,
+        team=_Pair(lambda value: value),
+        meters=(lambda uuids: machine.meter([machine.boards[0].uuid]),),
+    ).measure()
+    decode = found.phases["decode"]
+    assert decode.energy_j == pytest.approx(0.02 * 300, rel=0.005)
+    assert len(decode.per_gpu) == 1
 
 
 def test_replicas_share_the_energy_over_all_their_sequences() -> None:

@@ -361,7 +361,7 @@ def test_doctor_says_per_board_what_works_and_why_not() -> None:
             ),
             "host": (
                 {
-                    "uuid": "0a1b2c/package-0",
+                    "uuid": "package-0",
                     "sensor": "energy",
                     "state": "supported",
                     "reason": None,

@@ -593,11 +593,11 @@ def test_a_model_that_leaves_no_room_for_a_cache_is_infeasible() -> None:
 
 COMMAND = ("predict", "llama3_8b", "--engine", "vllm")
 FIELDS = {
-    "schema", "spec", "device", "engine", "parallelism", "traffic", "window_s", "feasible",
-    "reason", "energy_per_request_j", "energy_per_token_j", "mean_power_w", "total_power_w",
-    "energy_j", "ttft_s", "tpot_s", "e2e_s", "requests_per_s", "tokens_per_s", "queue", "running",
-    "kv_cache", "preemptions", "steps", "saturation_rate_per_s", "saturated", "utilisation",
-    "interval", "source", "bundles", "anchors", "notes", "null_reasons",
+    "schema", "spec", "device", "engine", "parallelism", "overlap", "traffic", "window_s",
+    "feasible", "reason", "energy_per_request_j", "energy_per_token_j", "mean_power_w",
+    "total_power_w", "energy_j", "ttft_s", "tpot_s", "e2e_s", "requests_per_s", "tokens_per_s",
+    "queue", "running", "kv_cache", "preemptions", "steps", "saturation_rate_per_s", "saturated",
+    "utilisation", "interval", "source", "bundles", "anchors", "notes", "null_reasons",
 }  # fmt: skip
 
 
@@ -660,6 +660,15 @@ def test_the_table_names_what_it_shows_and_ends_with_the_sources(capsys: Capture
         assert label in out
     assert "2 x h200" in out
     assert "weakest source:" in out.strip().splitlines()[-1]
+
+
+@pytest.mark.usefixtures("priced")
+def test_an_overlap_is_named_as_in_a_prediction_of_one_batch(capsys: Capture) -> None:
+    words = [*COMMAND, "--tp", "2", "--rate", "8", "--duration", "9", "--overlap", "16x4"]
+    assert main(words) == 0
+    assert "engine vllm, tp 2, overlap 16x4: " in capsys.readouterr().out
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["overlap"] == {"sm": 16, "chunks": 4}
 
 
 @pytest.mark.usefixtures("priced")

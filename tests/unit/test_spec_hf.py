@@ -209,7 +209,7 @@ def test_an_imported_model_is_predicted(tmp_path: Path, capsys: Capture) -> None
     folder = tmp_path / "Meta-Llama-3.1-8B"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config("llama3_8b")), encoding="utf-8")
-    out = tmp_path / "specs" / "mine.yaml"
+    out = tmp_path / "mine.yaml"
     assert main(["import", str(folder), "--out", str(out)]) == 0
     shown, told = capsys.readouterr()
     assert shown == ""

@@ -12,10 +12,13 @@ import csv
 import hashlib
 import io
 import json
+import logging
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -35,7 +38,7 @@ from energylens.spec.fields import Field, parse_yaml
 from energylens.spec.system import Config, Parallelism
 
 GRID_SCHEMA, CELL_SCHEMA = "energylens/grid/v1", "energylens/cell/v1"
-BACKENDS = ("loky", "threading", "dask")
+BACKENDS = ("loky", "threading", "dask", "ray")
 _AXES = ("specs", "devices", "engines", "layouts", "workloads", "rates", "arrivals", "seeds")
 _DEGREES = ("tp", "ep", "pp", "dp", "replicas")
 _LOST_WORKERS = 5  # in a row without a finished cell: then it is the cells that kill them
@@ -278,19 +281,21 @@ def sweep(
         cells: of `read_grid`.
         out: file of results, a JSON document a line.
         backend: of `BACKENDS`; who runs the cells.
-        jobs: processes or threads, all cores by default; a Dask scheduler has its own workers.
-        scheduler: address of a Dask scheduler, whose workers have EnergyLens and all files of the
-            grid; without one a local cluster is started.
+        jobs: processes or threads, all cores by default; a running cluster has its own workers.
+        scheduler: address of a Dask scheduler or a Ray cluster, whose workers have EnergyLens and
+            all files of the grid; without one a local cluster is started.
         watch: is given one item for each cell as it is finished, and their number; for progress.
 
     Raises:
         SpecError: a name in the grid is unknown, or an argument is wrong.
-        ModuleNotFoundError: joblib, or Dask where it is asked for, is not installed.
+        ModuleNotFoundError: joblib, or Dask or Ray where it is asked for, is not installed.
     """
     if backend not in BACKENDS:
         raise SpecError(f"--backend: unknown value {backend!r}; allowed: {', '.join(BACKENDS)}")
-    if scheduler and backend != "dask":
-        raise SpecError(f"--scheduler is about --backend dask, not {backend}; give both or none")
+    if scheduler and backend not in ("dask", "ray"):
+        raise SpecError(
+            f"--scheduler is about --backend dask or ray, not {backend}; give both or none"
+        )
     if jobs == 0:
         raise SpecError("--jobs: 0 found, and must be a number above 0, or -1 for all cores")
     named = {key(cell): cell for cell in cells}
@@ -319,8 +324,11 @@ def _results(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Results as they come; where a process dies, the cells that it had are given out again.
 
-    Dask does so by itself.
+    Dask and Ray do so by themselves.
     """
+    if backend == "ray":
+        yield from _ray_results(cells, jobs, scheduler)
+        return
     from joblib import Parallel, delayed, parallel_config
 
     left, lost = dict(cells), 0
@@ -342,6 +350,27 @@ def _results(
                 lost += 1
                 if lost > _LOST_WORKERS:
                     raise
+
+
+def _ray_results(
+    cells: Mapping[str, Cell], jobs: int, scheduler: str | None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Results as they come, of Ray's own tasks: its joblib backend returns no generator."""
+    import ray
+
+    local: dict[str, Any] = {"num_cpus": jobs if jobs > 0 else None, "include_dashboard": False}
+    with (
+        redirect_stdout(sys.stderr),  # Ray tells there of workers that died; stdout is for results
+        ray.init(
+            scheduler or "local",
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+            **({} if scheduler else local),
+        ),
+    ):
+        task = ray.remote(run_cell)
+        futures = [task.remote(name, cell).future() for name, cell in cells.items()]
+        yield from (future.result() for future in as_completed(futures))
 
 
 @contextmanager

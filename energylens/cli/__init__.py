@@ -41,6 +41,7 @@ _EXTRAS = {
     "joblib": "sweep",
     "dask": "dask",
     "distributed": "dask",
+    "ray": "ray",
 }
 """Optional library -> the extra that brings it."""
 

@@ -29,12 +29,15 @@ def sweep(
     ] = None,
     csv: Annotated[Path | None, typer.Option(help="File for all results as a table.")] = None,
     backend: Annotated[
-        str, typer.Option(help="Who runs the cells: loky (processes), threading or dask.")
+        str, typer.Option(help="Who runs the cells: loky (processes), threading, dask or ray.")
     ] = "loky",
     jobs: Annotated[int, typer.Option(help="Processes or threads [all cores].")] = -1,
     scheduler: Annotated[
         str | None,
-        typer.Option(help="Address of a Dask scheduler, e.g. tcp://host:8786 [a local cluster]."),
+        typer.Option(
+            help="Address of a Dask scheduler, e.g. tcp://host:8786, or of a Ray cluster: "
+            "ray://host:10001, or auto on one of its machines [a local cluster]."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:

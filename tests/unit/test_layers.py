@@ -89,7 +89,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "bench": {"torch", "transformers", "vllm", "yaml", "rich", "numpy"},
     "fit": {"numpy", "scipy", "sklearn", "pandas"},
     "profiler": {"torch", "transformers", "vllm", "numpy", "scipy", "rich"},
-    "sweep": {"joblib", "distributed"},
+    "sweep": {"joblib", "distributed", "ray"},
     "cli": {"typer", "rich"},
 }
 """Package, module or ``package/module`` -> third-party libraries that it may import."""
@@ -100,6 +100,7 @@ CLI_EAGER = {"spec"}
 HEAVY = (
     "joblib",
     "distributed",
+    "ray",
     "torch",
     "transformers",
     "vllm",

@@ -220,8 +220,11 @@ def test_a_wrong_grid_is_one_line_before_the_work(
 @pytest.mark.parametrize(
     ("extra", "told"),
     [
-        (["--backend", "ray"], "--backend: unknown value 'ray'; allowed: loky, threading, dask"),
-        (["--scheduler", "tcp://a:1"], "--scheduler is about --backend dask, not loky"),
+        (
+            ["--backend", "mpi"],
+            "--backend: unknown value 'mpi'; allowed: loky, threading, dask, ray",
+        ),
+        (["--scheduler", "tcp://a:1"], "--scheduler is about --backend dask or ray, not loky"),
         (["--jobs", "0"], "--jobs: 0 found"),
         (["--csv", "/dev/null/a.csv"], "--csv: /dev/null/a.csv cannot be written"),
     ],
@@ -231,6 +234,15 @@ def test_wrong_arguments_are_told(
 ) -> None:
     assert main(["sweep", str(grid), "-o", str(tmp_path / "a.jsonl"), *extra]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_a_missing_ray_is_told(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, grid: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert main(["sweep", str(grid), "-o", str(tmp_path / "a.jsonl"), "--backend", "ray"]) == 2
+    err = capsys.readouterr().err
+    assert err == "energylens: error: ray is not installed; pip install '.[ray]' in the checkout\n"
 
 
 def test_another_file_is_not_appended_to(capsys: Capture, grid: Path, tmp_path: Path) -> None:
@@ -273,7 +285,12 @@ def started(*words: str, cwd: Path, module: str = "energylens") -> Iterator[subp
         stderr=subprocess.PIPE,
         text=True,
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": root, "OPENBLAS_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": root,
+            "OPENBLAS_NUM_THREADS": "1",
+            "RAY_USAGE_STATS_ENABLED": "0",
+        },
     )
     try:
         yield process
@@ -309,6 +326,14 @@ def test_a_killed_run_loses_nothing_that_was_finished(tmp_path: Path) -> None:
     assert len(results(out)) == 24
 
 
+def command(pid: int) -> bytes:
+    """Command line of a process; empty where it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 def children(pid: int) -> list[int]:
     """Processes that a process has started, and runs of Python's own among them left out."""
     found = []
@@ -316,13 +341,10 @@ def children(pid: int) -> list[int]:
         if folder.name.isdecimal():
             try:
                 stat = (folder / "stat").read_text(encoding="utf-8")
-                command = (folder / "cmdline").read_bytes()
             except OSError:
                 continue
-            if (
-                int(stat.rpartition(")")[2].split()[1]) == pid
-                and b"resource_tracker" not in command
-            ):
+            parent = int(stat.rpartition(")")[2].split()[1])
+            if parent == pid and b"resource_tracker" not in command(int(folder.name)):
                 found.append(int(folder.name))
     return found
 
@@ -368,3 +390,48 @@ def test_dask_workers_may_die(tmp_path: Path) -> None:
     alone = tmp_path / "alone.jsonl"
     sweep(read_grid(grid)[:8], alone, backend="threading")
     assert results(alone).items() <= found.items()
+
+
+def ray_workers(pid: int) -> list[int]:
+    """Processes that run cells for the Ray that a process has started."""
+    raylets = [p for p in children(pid) if b"raylet/raylet" in command(p)]
+    return [p for raylet in raylets for p in children(raylet) if b"ray::run_cell" in command(p)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="no Ray here")
+def test_ray_workers_may_die(tmp_path: Path) -> None:
+    grid, out = served(tmp_path, 60, 300), tmp_path / "a.jsonl"
+    words = ("sweep", str(grid), "-o", str(out), "--backend", "ray", "--jobs", "2", "--json")
+    with started(*words, cwd=tmp_path) as run:
+        until(lambda: finished(out) >= 15 and len(ray_workers(run.pid)) == 2, run)
+        os.kill(ray_workers(run.pid)[0], signal.SIGKILL)
+        before = finished(out)
+        assert before < 60
+        text, err = run.communicate(timeout=300)
+        assert run.returncode == 0, err
+    assert json.loads(text)["cells"] == 60, "what Ray tells of the death is not on stdout"
+    found = results(out)
+    assert len(found) == 60 and all(row["feasible"] for row in found.values())
+    alone = tmp_path / "alone.jsonl"
+    sweep(read_grid(grid)[:8], alone, backend="threading")
+    assert results(alone).items() <= found.items()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("ray"), reason="no Ray here")
+def test_a_run_on_ray_that_was_interrupted_goes_on(tmp_path: Path) -> None:
+    grid, out = served(tmp_path, 40, 300), tmp_path / "a.jsonl"
+    words = ("sweep", str(grid), "-o", str(out), "--backend", "ray", "--jobs", "2")
+    with started(*words, cwd=tmp_path) as run:
+        until(lambda: finished(out) >= 5, run)
+        run.send_signal(signal.SIGINT)
+        assert run.wait(60) == 130
+    kept = results(out)
+    assert 5 <= len(kept) < 40
+    with started(*words, cwd=tmp_path) as run:
+        text, err = run.communicate(timeout=300)
+        assert run.returncode == 0, err
+    assert f"40 cells in {out}: {len(kept)} were there, {40 - len(kept)} are new" in text
+    assert kept.items() <= results(out).items()
+    assert len(results(out)) == 40

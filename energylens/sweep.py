@@ -35,7 +35,7 @@ from energylens.results.service import Percentiles, ServingResult
 from energylens.serving import Traffic, read_lengths, serve
 from energylens.serving.traffic import ARRIVALS
 from energylens.spec.fields import Field, parse_yaml
-from energylens.spec.system import Config, Parallelism
+from energylens.spec.system import Config, Overlapping, Parallelism
 
 GRID_SCHEMA, CELL_SCHEMA = "energylens/grid/v1", "energylens/cell/v1"
 BACKENDS = ("loky", "threading", "dask", "ray")
@@ -65,7 +65,9 @@ class Cell:
     def fields(self) -> dict[str, Any]:
         """What tells the cell from others, flat."""
         own = asdict(self)
-        return {**{k: v for k, v in own.items() if k != "parallelism"}, **own["parallelism"]}
+        overlap = self.parallelism.overlap
+        layout = {**self.parallelism.degrees, "overlap": None if overlap is None else str(overlap)}
+        return {**{k: v for k, v in own.items() if k != "parallelism"}, **layout}
 
 
 # ---------------------------------------------------------------- the grid
@@ -112,9 +114,12 @@ _LAYOUT = Parallelism()
 
 
 def _layout(field: Field) -> Parallelism:
-    degrees: dict[str, Any] = {n: f.integer() for n, f in field.mapping((), _DEGREES).items()}
+    fields = dict(field.mapping((), (*_DEGREES, "overlap")))
+    overlap = fields.pop("overlap").text() if "overlap" in fields else None
+    degrees: dict[str, Any] = {name: f.integer() for name, f in fields.items()}
     try:
-        return Parallelism(**degrees)
+        own = None if overlap is None else Overlapping.parse(overlap)
+        return Parallelism(**degrees, overlap=own)
     except EnergyLensError as error:
         raise field.error(str(error)) from None
 
@@ -203,6 +208,7 @@ def _predicted(cell: Cell) -> dict[str, Any]:
         device=cell.device,
         engine=cell.engine,
         **cell.parallelism.degrees,
+        overlap=cell.parallelism.overlap,
         batch=cell.batch,
         prompt_len=cell.prompt_len,
         gen_len=cell.gen_len,

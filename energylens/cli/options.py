@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from energylens.errors import SpecError
+from energylens.errors import OutOfRangeError, SpecError
 from energylens.spec.system import Mode, Overlapping, Phase
 from energylens.units import BITS
 
@@ -155,14 +155,10 @@ def parse_precision(text: str | None) -> dict[str, str]:
 
 def parse_overlap(text: str) -> Overlapping:
     """``16x4``: all-reduces on 16 SMs, beside GEMMs in 4 chunks; ``off``: none is."""
-    sms, times, chunks = text.partition("x")
-    if text == "off":
-        return Overlapping()
-    if not (times and sms.isdecimal() and chunks.isdecimal() and int(sms) and int(chunks)):
-        raise SpecError(
-            f"--overlap: {text!r} found, and must be off, or SMs and chunks above 0, e.g. 16x4"
-        )
-    return Overlapping(sm=int(sms), chunks=int(chunks))
+    try:
+        return Overlapping.parse(text)
+    except OutOfRangeError as error:
+        raise SpecError(f"--overlap: {error}") from None
 
 
 def parse_laws(text: str | None) -> frozenset[str]:

@@ -365,6 +365,22 @@ class Overlapping:
                 f"an overlap needs at least one SM and one chunk, not {self.sm}x{self.chunks}"
             )
 
+    @classmethod
+    def parse(cls, text: str) -> Overlapping:
+        """The overlap that is written so.
+
+        Raises:
+            OutOfRangeError: there is none.
+        """
+        sms, times, chunks = text.partition("x")
+        if text == "off":
+            return cls()
+        if not (times and sms.isdecimal() and chunks.isdecimal() and int(sms) and int(chunks)):
+            raise OutOfRangeError(
+                f"{text!r} found, and must be off, or SMs and chunks above 0, e.g. 16x4"
+            )
+        return cls(sm=int(sms), chunks=int(chunks))
+
     def __bool__(self) -> bool:
         return self.sm > 0
 

@@ -20,8 +20,10 @@ import pytest
 
 import energylens
 from energylens.cli import main
+from energylens.errors import SpecError
 from energylens.explore.front import exact_values
 from energylens.results import Prediction
+from energylens.spec.system import Overlapping
 from energylens.sweep import Cell, read_grid, rows, run_cell, sweep
 
 pytest.importorskip("joblib")
@@ -85,6 +87,27 @@ def test_a_grid_is_the_product_of_its_axes(grid: Path) -> None:
     assert {(c.parallelism.tp, c.parallelism.replicas) for c in cells} == {(1, 1), (2, 2)}
     assert {(c.batch, c.prompt_len, c.gen_len) for c in cells} == {(1, 1024, 128), (16, 512, 32)}
     assert {c.engine for c in cells} == {"vllm"}
+
+
+def test_layouts_may_overlap_their_all_reduces(tmp_path: Path) -> None:
+    grid = tmp_path / "grid.yaml"
+    grid.write_text(
+        "schema: energylens/grid/v1\nspecs: [llama3_8b]\n"
+        "layouts: [{tp: 2}, {tp: 2, overlap: 16x2}, {tp: 2, overlap: 'off'}]\n"
+        "workloads: [{batch: 4, prompt_len: 2048, gen_len: 2}]\n",
+        encoding="utf-8",
+    )
+    out = tmp_path / "results.jsonl"
+    sweep(read_grid(grid), out, backend="threading", jobs=1)
+    found = {row["overlap"]: row["ttft_s"] for row in rows(out)}
+    asked = {"overlap": Overlapping(sm=16, chunks=2), "tp": 2, "batch": 4, "prompt_len": 2048}
+    p = energylens.predict("llama3_8b", gen_len=2, **asked)
+    assert isinstance(p, Prediction)
+    assert found["16x2"] == pytest.approx(p.ttft_s, rel=1e-9)
+    assert found[None] == found["off"] != found["16x2"]
+    grid.write_text(grid.read_text(encoding="utf-8").replace("16x2", "16y2"), encoding="utf-8")
+    with pytest.raises(SpecError, match=r"layouts\[1\].*16x4"):
+        read_grid(grid)
 
 
 def test_cells_are_what_predicting_them_alone_says(grid: Path, tmp_path: Path) -> None:

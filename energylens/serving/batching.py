@@ -26,6 +26,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,6 +122,10 @@ class Replica:
         Raises:
             OutOfRangeError: a request is longer than the KV cache.
         """
+        return self._sustained(tuple((p, g) for p, g in lengths))
+
+    @lru_cache(maxsize=2)  # noqa: B019 - asked for again for each number of replicas
+    def _sustained(self, lengths: tuple[tuple[int, int], ...]) -> float:
         size, seats = self.serving.block_size, self.serving.max_sequences
         mean_blocks = sum(-(-(p + g) // size) for p, g in lengths) / len(lengths)
         batch = min(seats, math.ceil(self.blocks / mean_blocks))

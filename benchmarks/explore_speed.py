@@ -1,9 +1,9 @@
 """What a search for the front costs, and how far its first stage is from exact predictions.
 
 Run: ``python benchmarks/explore_speed.py [sample]``. Each search runs in a process of its own, the
-time is that of `explore` alone, with everything loaded; the whole command is the first line. Aim:
-10,000 configurations of llama3_70b within 2 s on 2 cores, one process. ``sample`` configurations of
-each search are predicted exactly and compared with the table (0: none).
+time is that of `energylens.explore`, with everything loaded; the whole command is the first line.
+Aim: 10,000 configurations of llama3_70b within 2 s on 2 cores, one process. ``sample``
+configurations of each search are predicted exactly and compared with the table (0: none).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 import numpy as np
 from predict_speed import ENERGYLENS, timed
 
-from energylens.explore import SearchSpace, explore
+import energylens
 from energylens.explore.front import exact_values
 from energylens.predict import Catalogue, predict
 from energylens.results import Prediction
@@ -46,17 +46,15 @@ def search(name: str, sample: int) -> None:
     walls: dict[int, float] = {}
     for exact in (1, 1, 20):
         start = time.perf_counter()
-        f = explore(
-            model,
-            engine=engine,
-            device=device,
+        f = energylens.explore(
+            spec,
             gpus=GPUS,
             prompt_len=prompt_len,
             gen_len=gen_len,
-            space=SearchSpace(batches=range(1, most + 1), pp=pp),
-            bundles=bundles,
-            link=link,
-            exact=exact,
+            batch=range(1, most + 1),
+            pp=pp,
+            top=exact,
+            catalogue=catalogue,
         )
         walls[exact] = time.perf_counter() - start
     assert isinstance(f, Frontier)

@@ -297,7 +297,10 @@ def _overlap_notes(stages: Sequence[Lowered], parallelism: Parallelism) -> Itera
         )
     for overlap in wanted(lowered.spec, parallelism.overlap) if parallelism.tp > 1 else ():
         if not any(name.startswith(f"{overlap.collective}_") for name in beside):
-            yield f"overlap of {overlap.collective}: no all-reduce follows it, so there is none"
+            yield (
+                f"overlap of {overlap.collective}: no all-reduce follows a GEMM of that name, so "
+                "there is none"
+            )
 
 
 def _anchor_notes(

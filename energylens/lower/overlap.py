@@ -86,16 +86,23 @@ def overlapped(
 ) -> tuple[tuple[Item, ...], tuple[int | None, ...]]:
     """Items and the block of each, with every overlap in the place of its collective.
 
+    In a block without the GEMM collective and compute take turns, where others have it. So do
+    experts, which are no GEMM, and the all-reduce of their sums.
+
     Raises:
-        SpecError: a collective is to run beside something that is no GEMM of its block, or two
-            beside the same one.
+        SpecError: a collective is to run beside something that is no GEMM of any of its blocks, or
+            two beside the same one.
     """
     kept: dict[int, Item] = dict(enumerate(items))
     for overlap in overlaps:
-        for i, item in enumerate(items):
-            if not isinstance(item, Rowwise) or item.name != overlap.collective + _MADE_BY:
+        name = overlap.collective + _MADE_BY
+        reduces = {i: r for i, r in enumerate(items) if isinstance(r, Rowwise) and r.name == name}
+        gemms = {i: _beside(items, blocks, overlap, blocks[i]) for i in reduces}
+        may_lack = overlap.beside == overlap.collective or set(gemms.values()) != {None}
+        for i, reduce in reduces.items():
+            j = gemms[i]
+            if j is None and may_lack:
                 continue
-            j = _beside(items, blocks, overlap, blocks[i])
             if j is None or j not in kept:
                 where = model[blocks[i] or 0].name
                 why = "has a collective beside it already" if j is not None else "is no GEMM of it"
@@ -106,7 +113,7 @@ def overlapped(
                 )
             gemm = kept.pop(j)
             assert isinstance(gemm, Rowwise)  # `_beside` looks for nothing else
-            kept[i] = Overlapped(gemm=gemm, reduce=item, sm=overlap.sm, chunks=overlap.chunks)
+            kept[i] = Overlapped(gemm=gemm, reduce=reduce, sm=overlap.sm, chunks=overlap.chunks)
     order = sorted(kept)
     return tuple(kept[i] for i in order), tuple(blocks[i] for i in order)
 

@@ -195,6 +195,21 @@ def test_what_is_asked_for_everywhere_is_every_gemm_with_partial_sums(
     )
 
 
+def test_layers_of_experts_take_turns_where_dense_layers_overlap() -> None:
+    spec = CATALOGUE.spec("deepseek_v3")  # `down` is a GEMM in 3 layers, and of experts in 58
+    for own in (
+        ops(Overlapping(sm=16, chunks=2), spec, tp=8),
+        ops(spec=replace(spec, overlap=(Overlap(collective="down", beside="gate", sm=16),)), tp=8),
+    ):
+        reduces = {op.kernel: op.count for op in own if op.name == "down_all_reduce"}
+        assert reduces == {"overlapped_all_reduce": 3, "vllm_all_reduce": 58}
+    only_experts = replace(
+        CATALOGUE.spec("qwen3_moe"), overlap=(Overlap(collective="down", beside="down", sm=16),)
+    )
+    notes = predicted(only_experts).notes
+    assert "overlap of down: no all-reduce follows a GEMM of that name, so there is none" in notes
+
+
 @pytest.mark.parametrize("beside", ["gate_up", "gate", "up"])
 def test_a_spec_names_a_gemm_that_comes_after_by_its_members(beside: str) -> None:
     spec = replace(LLAMA, overlap=(Overlap(collective="o", beside=beside, sm=16, chunks=4),))
@@ -296,7 +311,7 @@ def test_a_prediction_says_that_the_engine_does_not_overlap_by_itself() -> None:
     assert not any("overlap" in n for n in predicted(LLAMA, overlap=asked, tp=1).notes)
     missing = replace(LLAMA, overlap=(Overlap(collective="q", beside="gate", sm=16),))
     notes = predicted(missing).notes
-    assert "overlap of q: no all-reduce follows it, so there is none" in notes
+    assert "overlap of q: no all-reduce follows a GEMM of that name, so there is none" in notes
 
 
 def test_breakdown_and_intervals_hold_with_overlap() -> None:

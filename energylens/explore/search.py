@@ -29,6 +29,7 @@ from energylens.explore.front import (
 from energylens.explore.layout import Layout
 from energylens.explore.prices import Prices
 from energylens.lower import Lowered, fullest, lower, staged, valid_tp
+from energylens.lower.overlap import check_sms
 from energylens.machine import Machine, StepSums, machine
 from energylens.predict import predict
 from energylens.results import (
@@ -389,6 +390,7 @@ class Search:
             parallelism = Parallelism(
                 tp=tp, ep=ep, dp=dp, pp=pp, replicas=replicas, overlap=overlap
             )
+            check_sms(self.spec, parallelism, self.device)
             stage = replace(parallelism, pp=1, replicas=1)
             if last is None or last[0] != stage:
                 whole = lower(self.spec, self.engine, stage, routing=self.config.routing)

@@ -10,7 +10,7 @@ from energylens.errors import SpecError
 from energylens.graph import Op
 from energylens.lower.items import Item, Rowwise
 from energylens.spec.model import Block, Entry, Overlap, Spec
-from energylens.spec.system import Engine, Overlapping, Step
+from energylens.spec.system import Device, Engine, Overlapping, Parallelism, Step
 
 LEAST_ROWS = 128
 """Rows of a chunk, at least: the tile of a matrix kernel. Smaller steps are not worth cutting."""
@@ -65,6 +65,20 @@ def wanted(spec: Spec, asked: Overlapping | None) -> tuple[Overlap, ...]:
         for name in names
         if asked
     )
+
+
+def check_sms(spec: Spec, parallelism: Parallelism, device: Device) -> None:
+    """Refuse a configuration whose overlaps leave no SM of the device to the GEMMs.
+
+    Raises:
+        SpecError: one does.
+    """
+    for overlap in wanted(spec, parallelism.overlap) if parallelism.tp > 1 else ():
+        if overlap.sm >= device.sm_count:
+            raise SpecError(
+                f"overlap of {overlap.collective!r} on {overlap.sm} SMs: {device.name} has "
+                f"{device.sm_count}, and the GEMM needs some; use fewer"
+            )
 
 
 def _sums_up(spec: Spec, entry: Entry) -> bool:

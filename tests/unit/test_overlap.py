@@ -393,6 +393,20 @@ def test_what_is_no_overlap_is_refused(text: str, capsys: pytest.CaptureFixture[
         assert "e.g. 16x4" in err
 
 
+@pytest.mark.parametrize("way", ["asked for", "of the spec"])
+def test_a_collective_leaves_some_sms_to_the_gemm(way: str) -> None:
+    asked = Overlapping(sm=84) if way == "asked for" else None
+    own = () if asked else (Overlap(collective="o", beside="gate", sm=84),)
+    spec, more = replace(LLAMA, overlap=own), {"overlap": asked, "device": "a6000"}  # has 84
+    with pytest.raises(SpecError, match="a6000 has 84, and the GEMM needs some; use fewer"):
+        predicted(spec, **more)
+    with pytest.raises(SpecError, match="a6000 has 84, and the GEMM needs some; use fewer"):
+        energylens.explore(
+            spec, catalogue=CATALOGUE, gpus=2, device="a6000", overlap=(asked,), batch=1
+        )
+    assert predicted(spec, **more | {"tp": 1, "batch": 1}).phases
+
+
 def test_overlaps_are_at_least_one_sm_and_chunk() -> None:
     for sm, chunks in ((-1, 1), (0, 2), (4, 0)):
         with pytest.raises(OutOfRangeError):

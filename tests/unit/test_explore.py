@@ -388,7 +388,7 @@ def test_power_alone_ranks_as_energy_does() -> None:
 
 
 def test_one_token_needs_other_objectives() -> None:
-    with pytest.raises(SpecError, match="energy_per_prompt and ttft"):
+    with pytest.raises(SpecError, match="energy_per_request and ttft"):
         search(gen_len=1)
     f = found(
         gen_len=1,

@@ -32,17 +32,23 @@ class Overlapped:
     sm: int
     chunks: int
 
+    @property
+    def most_in_turns(self) -> int:
+        """Rows of the GEMM, at most, of steps in which both take turns."""
+        return (LEAST_ROWS - 1) * self.chunks
+
     def ops(self, engine: Engine, step: Step, worker: int) -> Iterator[Op]:
         """See `energylens.lower.items.Item`; steps of few rows take turns."""
         (gemm,) = self.gemm.ops(engine, step, worker)
         (reduce,) = self.reduce.ops(engine, step, worker)
         m, n, k = gemm.shape
-        rows = math.ceil(m / self.chunks)
-        if rows < LEAST_ROWS:
+        if m <= self.most_in_turns:
             yield from (gemm, reduce)
             return
         values, workers = reduce.shape
-        yield replace(gemm, shape=(rows, n, k), count=gemm.count * self.chunks)
+        yield replace(
+            gemm, shape=(math.ceil(m / self.chunks), n, k), count=gemm.count * self.chunks
+        )
         yield replace(
             reduce,
             kernel="overlapped_all_reduce",

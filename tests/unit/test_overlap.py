@@ -375,6 +375,29 @@ def test_overlaps_are_a_dimension_of_the_search() -> None:
     assert len({r["id"] for r in found.rows()}) == len(found.rows())
 
 
+@pytest.mark.parametrize(
+    ("prompt_len", "chunks", "last"),
+    [
+        (2, 8, 1016),  # sequences of a decode step, at most, that takes turns
+        (37, 32, 109),  # prompts of a prefill of 4064 tokens
+    ],
+)
+def test_the_table_knows_where_steps_begin_to_overlap(
+    prompt_len: int, chunks: int, last: int
+) -> None:
+    slow = Overlapping(sm=1, chunks=chunks)
+    lengths = {"prompt_len": prompt_len, "gen_len": 20}
+    batches = range(max(1, last - 110), last + 200)
+    found = explored(overlap=(slow,), tp=2, pp=1, gpus=2, batch=batches, **lengths)
+    for c in (c for c in found.configs if abs(c.batch - last) <= 2):
+        alone = energylens.predict(
+            "llama3_70b", catalogue=CATALOGUE, tp=2, overlap=slow, batch=c.batch, **lengths
+        )
+        assert isinstance(alone, Prediction)
+        for name in ("ttft_s", "tpot_s", "energy_per_request_j"):
+            assert c.values[name] == pytest.approx(getattr(alone, name), rel=found.table_error)
+
+
 def test_too_few_sms_are_not_on_the_front_of_ttft() -> None:
     ways = (None, Overlapping(sm=2, chunks=4))
     found = explored(overlap=ways, objectives=("ttft",), tp=2, pp=1, batch=8)

@@ -110,8 +110,8 @@ def overlapped(
     experts, which are no GEMM, and the all-reduce of their sums.
 
     Raises:
-        SpecError: a collective is to run beside something that is no GEMM of any of its blocks, or
-            two beside the same one.
+        SpecError: a collective is to run beside something that is no GEMM of any of its blocks, one
+            beside two GEMMs, or two beside one.
     """
     kept: dict[int, Item] = dict(enumerate(items))
     for overlap in overlaps:
@@ -123,13 +123,17 @@ def overlapped(
             j = gemms[i]
             if j is None and may_lack:
                 continue
-            if j is None or j not in kept:
+            if j is None or j not in kept or kept[i] is not reduce:
                 where = model[blocks[i] or 0].name
-                why = "has a collective beside it already" if j is not None else "is no GEMM of it"
+                why = f"{overlap.beside!r} is no GEMM of it"
+                if j is not None:
+                    why = f"{overlap.beside!r} has a collective beside it already"
+                if kept[i] is not reduce:
+                    why = f"{overlap.collective!r} runs beside another GEMM already"
                 raise SpecError(
                     f"overlap of {overlap.collective!r} with {overlap.beside!r} in block "
-                    f"{where!r}: {overlap.beside!r} {why}; name a GEMM of the block, or "
-                    f"{overlap.collective!r} itself"
+                    f"{where!r}: {why}; name each collective once, with a GEMM of the block or "
+                    f"with {overlap.collective!r} itself"
                 )
             gemm = kept.pop(j)
             assert isinstance(gemm, Rowwise)  # `_beside` looks for nothing else

@@ -238,9 +238,15 @@ def test_the_command_line_goes_before_the_spec() -> None:
             [Overlap(collective=c, beside="gate", sm=1) for c in ("o", "down")],
             "has a collective beside it already",
         ),
+        (
+            [Overlap(collective="o", beside=g, sm=1) for g in ("gate", "down")],
+            "'o' runs beside another GEMM already",
+        ),
     ],
 )
-def test_a_collective_runs_beside_one_gemm_of_its_block(overlaps: list[Overlap], why: str) -> None:
+def test_one_collective_runs_beside_one_gemm_of_its_block(
+    overlaps: list[Overlap], why: str
+) -> None:
     with pytest.raises(SpecError, match=why):
         ops(spec=replace(LLAMA, overlap=tuple(overlaps)))
 

@@ -78,6 +78,11 @@ def explore_traffic(
     absent = [name for name in objectives if "prompt" in name]
     if absent:
         raise SpecError(f"--objective {absent[0]} is about one batch, and --rate about traffic")
+    if "throughput" in objectives:
+        raise SpecError(
+            "--objective throughput is what --rate asks for, the same of all services; choose "
+            "another one, e.g. throughput_per_gpu"
+        )
     check(
         device=device,
         gpus=gpus,

@@ -148,6 +148,7 @@ def test_overlaps_and_prices_are_those_of_a_search_of_batches() -> None:
     ("more", "why"),
     [
         ({"objectives": ("energy_per_prompt",)}, "is about one batch, and --rate about traffic"),
+        ({"objectives": ("throughput",)}, "is what --rate asks for, the same of all services"),
         ({"objectives": ("foo",)}, "--objective: unknown 'foo'"),
         ({"gen_len": 1}, "no token follows the first, so there is no TPOT"),
         ({"power_limit_w": 900.0}, "h200 allows up to 700 W"),

@@ -202,7 +202,7 @@ class _Search:
         self.sustained[name] = full * each
         for replicas in range(1, full + 1):
             if replicas * each < (self.traffic.rate_per_s or 0.0):
-                self.refused[f"{name}: a replica sustains {each:.3g} requests/s"] += 1
+                self.refused[f"{name}: a replica sustains {each:.4g} requests/s"] += 1
                 continue
             result = service.with_replicas(replicas).serve(replica, self.traffic)
             if isinstance(result, Infeasible):
@@ -228,7 +228,7 @@ class _Search:
             return f"no layout of {where} can run: {'; '.join(self.refused)}"
         return (
             f"no layout of {where} sustains {rate:g} requests/s: the most is "
-            f"{most:.3g}/s ({name}); lower --rate, or raise --gpus"
+            f"{most:.4g}/s ({name}); lower --rate, or raise --gpus"
         )
 
 

@@ -229,7 +229,8 @@ class Layout:
         for jump in self._jumps:
             above = bisect_right(distinct, jump, key=lambda s: s.tokens)
             nodes += distinct[max(0, above - 1) : above + 1]
-        nodes = sorted(set(nodes), key=distinct.index)
+        priced = set(nodes)
+        nodes = [s for s in distinct if s in priced]
         if len(nodes) == len(distinct):
             return self._price([standing[s] for s in shares], lone=lone)
         prices = self._price([standing[s] for s in nodes], lone=lone)

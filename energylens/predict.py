@@ -20,7 +20,7 @@ from energylens.cost.overlap import NCCL_SMS
 from energylens.errors import CalibrationError, EnergyLensError, OutOfRangeError, SpecError
 from energylens.graph import Op, make_op
 from energylens.lower import Experts, Lowered, fullest, lower_stages
-from energylens.lower.overlap import LEAST_ROWS, Overlapped, wanted
+from energylens.lower.overlap import LEAST_ROWS, Overlapped, check_sms, wanted
 from energylens.machine import Machine, machine
 from energylens.pipeline import pipelined
 from energylens.results import (
@@ -95,9 +95,10 @@ def predict(
 
     Raises:
         SpecError: the engine has no kernel for an op of the spec, the power limit is above the
-            device's, or a law to leave out is unknown.
+            device's, an overlap takes all of its SMs, or a law to leave out is unknown.
     """
     _check(device, config.power_limit_w, without)
+    check_sms(spec, config.parallelism, device)
     engine, parallelism = _set(engine.on(device), config, workload), config.parallelism
     most = min(parallelism.pp, workload.batch)
     if config.microbatches is not None and not 1 <= config.microbatches <= most:
@@ -297,7 +298,10 @@ def _overlap_notes(stages: Sequence[Lowered], parallelism: Parallelism) -> Itera
         )
     for overlap in wanted(lowered.spec, parallelism.overlap) if parallelism.tp > 1 else ():
         if not any(name.startswith(f"{overlap.collective}_") for name in beside):
-            yield f"overlap of {overlap.collective}: no all-reduce follows it, so there is none"
+            yield (
+                f"overlap of {overlap.collective}: no all-reduce follows a GEMM of that name, so "
+                "there is none"
+            )
 
 
 def _anchor_notes(
@@ -692,8 +696,8 @@ def overlap_ops(run: OverlapRun, device: Device, workers: int) -> tuple[Op, ...]
         workers: how many GPUs.
 
     Raises:
-        SpecError: the results of the dtype are not summed up in 16 bits, or NCCL chose a number of
-            SMs that is not known.
+        SpecError: the results of the dtype are not summed up in 16 bits, or the number of SMs that
+            NCCL took is not known.
     """
     known = [name for name, bits in BITS.items() if bits <= BITS["bf16"]]
     if run.dtype not in known:
@@ -708,6 +712,11 @@ def overlap_ops(run: OverlapRun, device: Device, workers: int) -> tuple[Op, ...]
             f"NCCL's own number of SMs on {workers} {device.name} is not known; give it as ctas"
         )
     values, sms = run.tokens * run.n, min(n for n in (run.sms, own) if n is not None)
+    if sms >= device.sm_count:
+        raise SpecError(
+            f"ctas is {sms}: {device.name} has {device.sm_count} SMs, and the number that NCCL "
+            "takes of them is not known"
+        )
     if run.kind is OverlapKind.ALLREDUCE_ONLY:
         return (make_op("limited_all_reduce", values=values, workers=workers, sms=sms),)
     reduce = make_op(

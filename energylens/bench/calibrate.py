@@ -143,6 +143,11 @@ def run(
         return document | {"device": found.name} | _fitted(request, found, fit)
     _check(request)  # what the arguments alone can tell, before any hardware is looked for
     machine = machine or Machine()
+    of_a_team = request.team_blocks
+    if of_a_team and of_a_team == request.blocks and gpus == 1 and not machine.is_worker:
+        raise SpecError(
+            f"--blocks {','.join(of_a_team)}: only several GPUs show them; give --gpus of 2 or more"
+        )
     meter = machine.meter()
     infos = machine.visible(meter.devices())
     if len(infos) < gpus:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from energylens.lower import Lowered
+from energylens.lower.overlap import Overlapped
 from energylens.machine import Machine, StepSums
 from energylens.predict import request_contexts
 from energylens.spec.system import Mode, Parallelism, Phase, Sequences, Step, Workload, chunked
@@ -98,6 +100,16 @@ class Layout:
         return self.stages[0].engine.modes.get(phase, Mode.EAGER)
 
     @cached_property
+    def _jumps(self) -> tuple[int, ...]:
+        """Tokens of a worker above which the price of a step jumps.
+
+        Steps are no captured graphs any more, or collectives run beside GEMMs.
+        """
+        captured = self.stages[0].engine.captured_tokens
+        found = {i.most_in_turns for s in self.stages for i in s.items if isinstance(i, Overlapped)}
+        return tuple(sorted(found | {captured} if captured else found))
+
+    @cached_property
     def _waiting_w(self) -> Array:
         """What each stage draws while it waits, [stages]."""
         return np.array([w.idle_w + w.above_idle_w for w in self.machine.waiting])
@@ -140,6 +152,7 @@ class Layout:
         ends = _cell_ends(serving.capture_sizes if serving else (), int(shares.max()))
         if len(self.stages) > 1:  # one of the stages may stop waiting for the host in between
             ends = sorted({*ends, *((a + b) // 2 for a, b in pairwise([0, *ends]))} - {0})
+        ends = sorted({*ends, *self._jumps})
         cells = np.searchsorted(ends, shares) if table else shares
         _, cell = np.unique(cells, return_inverse=True)
         low = np.full(cell.max() + 1, np.iinfo(np.int64).max)
@@ -213,6 +226,11 @@ class Layout:
         distinct = sorted(standing, key=lambda s: (s.tokens, len(s.sequences), s.batch))
         fine = [s for s in distinct if s.tokens <= _FINE_TOKENS]
         nodes = [*_some(fine, _FINE_STEPS), *_some(distinct[len(fine) :], _LONG_STEPS)]
+        for jump in self._jumps:
+            above = bisect_right(distinct, jump, key=lambda s: s.tokens)
+            nodes += distinct[max(0, above - 1) : above + 1]
+        priced = set(nodes)
+        nodes = [s for s in distinct if s in priced]
         if len(nodes) == len(distinct):
             return self._price([standing[s] for s in shares], lone=lone)
         prices = self._price([standing[s] for s in nodes], lone=lone)

@@ -29,6 +29,7 @@ from energylens.explore.front import (
 from energylens.explore.layout import Layout
 from energylens.explore.prices import Prices
 from energylens.lower import Lowered, fullest, lower, staged, valid_tp
+from energylens.lower.overlap import check_sms
 from energylens.machine import Machine, StepSums, machine
 from energylens.predict import predict
 from energylens.results import (
@@ -190,13 +191,17 @@ def explore(
         SpecError: an objective is unknown, or no degrees that were asked for fit on the GPUs.
         OutOfRangeError: a number cannot be.
     """
-    _check(gpus, gen_len, exact, objectives, constraints)
-    prices.check(objectives)
-    if power_limit_w is not None and power_limit_w > device.power_limit_w:
-        raise SpecError(
-            f"a power limit of {power_limit_w:g} W: {device.name} allows up to "
-            f"{device.power_limit_w:g} W"
-        )
+    if exact < 1:
+        raise OutOfRangeError(f"exact must be at least 1, not {exact}")
+    check(
+        device=device,
+        gpus=gpus,
+        gen_len=gen_len,
+        constraints=constraints,
+        objectives=objectives,
+        prices=prices,
+        power_limit_w=power_limit_w,
+    )
     search = Search(
         spec=spec,
         engine=engine.on(device),
@@ -236,12 +241,19 @@ def explore(
     return replace(found, notes=(*found.notes, *alone))
 
 
-def _check(
-    gpus: int, gen_len: int, exact: int, objectives: Sequence[str], constraints: Constraints
+def check(
+    *,
+    device: Device,
+    gpus: int,
+    gen_len: int,
+    constraints: Constraints,
+    objectives: Sequence[str],
+    prices: Prices,
+    power_limit_w: float | None,
 ) -> None:
-    for name, number in (("gpus", gpus), ("exact", exact)):
-        if number < 1:
-            raise OutOfRangeError(f"{name} must be at least 1, not {number}")
+    """Refuse a search that cannot be; see `explore` for the arguments and errors."""
+    if gpus < 1:
+        raise OutOfRangeError(f"gpus must be at least 1, not {gpus}")
     unknown = [name for name in objectives if name not in OBJECTIVES]
     if unknown or not objectives:
         raise SpecError(
@@ -259,8 +271,14 @@ def _check(
             raise SpecError(
                 f"--gen-len {gen_len}: no token follows the first, so there is no TPOT, no cost of "
                 "a token and no throughput; raise it to 2 or more, or choose other objectives and "
-                "constraints, e.g. energy_per_prompt and ttft"
+                "constraints, e.g. energy_per_request and ttft"
             )
+    prices.check(objectives)
+    if power_limit_w is not None and power_limit_w > device.power_limit_w:
+        raise SpecError(
+            f"a power limit of {power_limit_w:g} W: {device.name} allows up to "
+            f"{device.power_limit_w:g} W"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -389,6 +407,7 @@ class Search:
             parallelism = Parallelism(
                 tp=tp, ep=ep, dp=dp, pp=pp, replicas=replicas, overlap=overlap
             )
+            check_sms(self.spec, parallelism, self.device)
             stage = replace(parallelism, pp=1, replicas=1)
             if last is None or last[0] != stage:
                 whole = lower(self.spec, self.engine, stage, routing=self.config.routing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from energylens.cost.bundle import Bundle
 from energylens.errors import SpecError
 from energylens.explore.front import LIMITED, config_id, placed
 from energylens.explore.prices import Prices
-from energylens.explore.search import Constraints, SearchSpace, missed
+from energylens.explore.search import Constraints, SearchSpace, check, missed
 from energylens.results import Anchors, Infeasible, SearchCounts
 from energylens.results.search import Frontier, Pool, ScoredConfig
 from energylens.results.service import ServingResult
@@ -71,13 +72,26 @@ def explore_traffic(
         All services that sustain the traffic, with the front among them; or why there is none.
 
     Raises:
-        SpecError: an objective is not about traffic, or the engine forms no steps.
+        SpecError: an objective is unknown or not about traffic, or the engine forms no steps.
         OutOfRangeError: a degree or a limit cannot be.
     """
     absent = [name for name in objectives if "prompt" in name]
     if absent:
         raise SpecError(f"--objective {absent[0]} is about one batch, and --rate about traffic")
-    prices.check(objectives)
+    if "throughput" in objectives:
+        raise SpecError(
+            "--objective throughput is what --rate asks for, the same of all services; choose "
+            "another one, e.g. throughput_per_gpu"
+        )
+    check(
+        device=device,
+        gpus=gpus,
+        gen_len=max(generated for _, generated in traffic.lengths),
+        constraints=constraints,
+        objectives=objectives,
+        prices=prices,
+        power_limit_w=power_limit_w,
+    )
     pool = Pool(
         device=device.name,
         gpus=gpus,
@@ -188,7 +202,7 @@ class _Search:
         self.sustained[name] = full * each
         for replicas in range(1, full + 1):
             if replicas * each < (self.traffic.rate_per_s or 0.0):
-                self.refused[f"{name}: a replica sustains {each:.3g} requests/s"] += 1
+                self.refused[f"{name}: a replica sustains {each:.4g} requests/s"] += 1
                 continue
             result = service.with_replicas(replicas).serve(replica, self.traffic)
             if isinstance(result, Infeasible):
@@ -208,12 +222,13 @@ class _Search:
                 f"none of {len(configs)} services of {where} meets the constraints; the closest is "
                 f"{c.id}, which misses {' and '.join(over)}"
             )
-        if not self.sustained:
+        rate = self.traffic.rate_per_s or 0.0
+        name, most = max(self.sustained.items(), key=lambda item: item[1], default=("", math.inf))
+        if most >= rate:
             return f"no layout of {where} can run: {'; '.join(self.refused)}"
-        name, most = max(self.sustained.items(), key=lambda item: item[1])
         return (
-            f"no layout of {where} sustains {self.traffic.rate_per_s:g} requests/s: the most is "
-            f"{most:.3g}/s ({name}); lower --rate, or raise --gpus"
+            f"no layout of {where} sustains {rate:g} requests/s: the most is "
+            f"{most:.4g}/s ({name}); lower --rate, or raise --gpus"
         )
 
 

@@ -10,7 +10,7 @@ from energylens.errors import SpecError
 from energylens.graph import Op
 from energylens.lower.items import Item, Rowwise
 from energylens.spec.model import Block, Entry, Overlap, Spec
-from energylens.spec.system import Engine, Overlapping, Step
+from energylens.spec.system import Device, Engine, Overlapping, Parallelism, Step
 
 LEAST_ROWS = 128
 """Rows of a chunk, at least: the tile of a matrix kernel. Smaller steps are not worth cutting."""
@@ -32,17 +32,23 @@ class Overlapped:
     sm: int
     chunks: int
 
+    @property
+    def most_in_turns(self) -> int:
+        """Rows of the GEMM, at most, of steps in which both take turns."""
+        return (LEAST_ROWS - 1) * self.chunks
+
     def ops(self, engine: Engine, step: Step, worker: int) -> Iterator[Op]:
         """See `energylens.lower.items.Item`; steps of few rows take turns."""
         (gemm,) = self.gemm.ops(engine, step, worker)
         (reduce,) = self.reduce.ops(engine, step, worker)
         m, n, k = gemm.shape
-        rows = math.ceil(m / self.chunks)
-        if rows < LEAST_ROWS:
+        if m <= self.most_in_turns:
             yield from (gemm, reduce)
             return
         values, workers = reduce.shape
-        yield replace(gemm, shape=(rows, n, k), count=gemm.count * self.chunks)
+        yield replace(
+            gemm, shape=(math.ceil(m / self.chunks), n, k), count=gemm.count * self.chunks
+        )
         yield replace(
             reduce,
             kernel="overlapped_all_reduce",
@@ -67,6 +73,20 @@ def wanted(spec: Spec, asked: Overlapping | None) -> tuple[Overlap, ...]:
     )
 
 
+def check_sms(spec: Spec, parallelism: Parallelism, device: Device) -> None:
+    """Refuse a configuration whose overlaps leave no SM of the device to the GEMMs.
+
+    Raises:
+        SpecError: one does.
+    """
+    for overlap in wanted(spec, parallelism.overlap) if parallelism.tp > 1 else ():
+        if overlap.sm >= device.sm_count:
+            raise SpecError(
+                f"overlap of {overlap.collective!r} on {overlap.sm} SMs: {device.name} has "
+                f"{device.sm_count}, and the GEMM needs some; use fewer"
+            )
+
+
 def _sums_up(spec: Spec, entry: Entry) -> bool:
     """Whether it is a GEMM that leaves partial sums under tensor parallelism."""
     if entry.einsum is None or not any(a.is_weight for a in entry.einsum.inputs):
@@ -86,27 +106,38 @@ def overlapped(
 ) -> tuple[tuple[Item, ...], tuple[int | None, ...]]:
     """Items and the block of each, with every overlap in the place of its collective.
 
+    In a block without the GEMM collective and compute take turns, where others have it. So do
+    experts, which are no GEMM, and the all-reduce of their sums.
+
     Raises:
-        SpecError: a collective is to run beside something that is no GEMM of its block, or two
-            beside the same one.
+        SpecError: a collective is to run beside something that is no GEMM of any of its blocks, one
+            beside two GEMMs, or two beside one.
     """
     kept: dict[int, Item] = dict(enumerate(items))
     for overlap in overlaps:
-        for i, item in enumerate(items):
-            if not isinstance(item, Rowwise) or item.name != overlap.collective + _MADE_BY:
+        name = overlap.collective + _MADE_BY
+        reduces = {i: r for i, r in enumerate(items) if isinstance(r, Rowwise) and r.name == name}
+        gemms = {i: _beside(items, blocks, overlap, blocks[i]) for i in reduces}
+        may_lack = overlap.beside == overlap.collective or set(gemms.values()) != {None}
+        for i, reduce in reduces.items():
+            j = gemms[i]
+            if j is None and may_lack:
                 continue
-            j = _beside(items, blocks, overlap, blocks[i])
-            if j is None or j not in kept:
+            if j is None or j not in kept or kept[i] is not reduce:
                 where = model[blocks[i] or 0].name
-                why = "has a collective beside it already" if j is not None else "is no GEMM of it"
+                why = f"{overlap.beside!r} is no GEMM of it"
+                if j is not None:
+                    why = f"{overlap.beside!r} has a collective beside it already"
+                if kept[i] is not reduce:
+                    why = f"{overlap.collective!r} runs beside another GEMM already"
                 raise SpecError(
                     f"overlap of {overlap.collective!r} with {overlap.beside!r} in block "
-                    f"{where!r}: {overlap.beside!r} {why}; name a GEMM of the block, or "
-                    f"{overlap.collective!r} itself"
+                    f"{where!r}: {why}; name each collective once, with a GEMM of the block or "
+                    f"with {overlap.collective!r} itself"
                 )
             gemm = kept.pop(j)
             assert isinstance(gemm, Rowwise)  # `_beside` looks for nothing else
-            kept[i] = Overlapped(gemm=gemm, reduce=item, sm=overlap.sm, chunks=overlap.chunks)
+            kept[i] = Overlapped(gemm=gemm, reduce=reduce, sm=overlap.sm, chunks=overlap.chunks)
     order = sorted(kept)
     return tuple(kept[i] for i in order), tuple(blocks[i] for i in order)
 

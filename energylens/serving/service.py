@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from energylens.cost.bundle import Bundle, select
 from energylens.errors import SpecError
 from energylens.lower import Lowered, cache_bytes, lower, memory
+from energylens.lower.overlap import check_sms
 from energylens.machine import StepSums, machine
 from energylens.predict import predict
 from energylens.results import Anchors, Infeasible, Prediction
@@ -89,7 +90,8 @@ def serve(
         What the requests meet and cost, or why the configuration cannot serve them.
 
     Raises:
-        SpecError: the engine forms no steps, or an arrivals file cannot be used.
+        SpecError: the engine forms no steps, an overlap takes all SMs of the device, or an arrivals
+            file cannot be used.
         OutOfRangeError: a limit cannot be, or a request is longer than the KV cache.
     """
     service = service_of(
@@ -120,6 +122,7 @@ def service_of(
     link: Link | None = None,
 ) -> Service:
     """A configuration as a service; see `serve` for the arguments and errors."""
+    check_sms(spec, config.parallelism, device)
     engine = engine.on(device)
     return Service(
         spec=spec,

@@ -87,7 +87,7 @@ class Traffic:
         if not len(times):
             raise SpecError(
                 f"no request arrives in {self.duration_s or DURATION_S:g} s at "
-                f"{self.rate_per_s:g}/s; raise --duration or --rate"
+                f"{self.rate_per_s:g}/s; raise the rate or the duration"
             )
         return times
 

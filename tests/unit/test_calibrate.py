@@ -123,6 +123,12 @@ def test_mixes_host_points_and_idle_states_are_measured_too(lab):
     assert {s.label for s in lab.samples("anchor")} == {"gemm", "idle"}
 
 
+@pytest.mark.parametrize("blocks", [["overlaps"], ["collectives", "overlaps"]])
+def test_what_only_several_gpus_show_is_refused_on_one(lab, blocks):
+    with pytest.raises(SpecError, match=f"--blocks {','.join(blocks)}: only several GPUs show"):
+        lab.run(blocks=blocks)
+
+
 def test_blocks_can_be_chosen(lab):
     lab.run(blocks=["host"])
     assert lab.samples("op") == lab.samples("mix") == []

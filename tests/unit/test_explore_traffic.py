@@ -99,6 +99,19 @@ def test_more_than_all_sustain_says_how_much_is_possible() -> None:
     assert found.counts is not None and found.counts.infeasible == found.counts.tried == 3
 
 
+def test_boards_that_cannot_hold_their_limit_are_not_said_to_sustain_too_little() -> None:
+    found = explored(power_limit_w=100.0)
+    assert isinstance(found, Infeasible)
+    assert "can run: tp=1" in found.reason and "100 W" in found.reason
+    assert "sustains" not in found.reason
+
+
+def test_services_that_make_one_token_have_a_front_too() -> None:
+    found = services(gen_len=1, objectives=("energy_per_request", "ttft"))
+    assert all("tpot_s" not in c.values for c in found.configs)
+    assert found.front
+
+
 def test_limits_are_about_what_nine_of_ten_requests_meet() -> None:
     all_of_them = services()
     slowest = max(c.values["tpot_s"] for c in all_of_them.configs)
@@ -135,6 +148,12 @@ def test_overlaps_and_prices_are_those_of_a_search_of_batches() -> None:
     ("more", "why"),
     [
         ({"objectives": ("energy_per_prompt",)}, "is about one batch, and --rate about traffic"),
+        ({"objectives": ("throughput",)}, "is what --rate asks for, the same of all services"),
+        ({"objectives": ("foo",)}, "--objective: unknown 'foo'"),
+        ({"gen_len": 1}, "no token follows the first, so there is no TPOT"),
+        ({"power_limit_w": 900.0}, "h200 allows up to 700 W"),
+        ({"rate_per_s": 1e-6}, "raise the rate or the duration"),
+        ({"overlap": (Overlapping(sm=132),)}, "h200 has 132, and the GEMM needs some"),
         ({"pp": 2}, "--pp above 1"),
         ({"dp": (1, 2)}, "--dp above 1"),
         ({"tp": 4}, "no layout asked for fits on 2 GPUs"),

@@ -195,6 +195,21 @@ def test_what_is_asked_for_everywhere_is_every_gemm_with_partial_sums(
     )
 
 
+def test_layers_of_experts_take_turns_where_dense_layers_overlap() -> None:
+    spec = CATALOGUE.spec("deepseek_v3")  # `down` is a GEMM in 3 layers, and of experts in 58
+    for own in (
+        ops(Overlapping(sm=16, chunks=2), spec, tp=8),
+        ops(spec=replace(spec, overlap=(Overlap(collective="down", beside="gate", sm=16),)), tp=8),
+    ):
+        reduces = {op.kernel: op.count for op in own if op.name == "down_all_reduce"}
+        assert reduces == {"overlapped_all_reduce": 3, "vllm_all_reduce": 58}
+    only_experts = replace(
+        CATALOGUE.spec("qwen3_moe"), overlap=(Overlap(collective="down", beside="down", sm=16),)
+    )
+    notes = predicted(only_experts).notes
+    assert "overlap of down: no all-reduce follows a GEMM of that name, so there is none" in notes
+
+
 @pytest.mark.parametrize("beside", ["gate_up", "gate", "up"])
 def test_a_spec_names_a_gemm_that_comes_after_by_its_members(beside: str) -> None:
     spec = replace(LLAMA, overlap=(Overlap(collective="o", beside=beside, sm=16, chunks=4),))
@@ -223,9 +238,15 @@ def test_the_command_line_goes_before_the_spec() -> None:
             [Overlap(collective=c, beside="gate", sm=1) for c in ("o", "down")],
             "has a collective beside it already",
         ),
+        (
+            [Overlap(collective="o", beside=g, sm=1) for g in ("gate", "down")],
+            "'o' runs beside another GEMM already",
+        ),
     ],
 )
-def test_a_collective_runs_beside_one_gemm_of_its_block(overlaps: list[Overlap], why: str) -> None:
+def test_one_collective_runs_beside_one_gemm_of_its_block(
+    overlaps: list[Overlap], why: str
+) -> None:
     with pytest.raises(SpecError, match=why):
         ops(spec=replace(LLAMA, overlap=tuple(overlaps)))
 
@@ -296,7 +317,7 @@ def test_a_prediction_says_that_the_engine_does_not_overlap_by_itself() -> None:
     assert not any("overlap" in n for n in predicted(LLAMA, overlap=asked, tp=1).notes)
     missing = replace(LLAMA, overlap=(Overlap(collective="q", beside="gate", sm=16),))
     notes = predicted(missing).notes
-    assert "overlap of q: no all-reduce follows it, so there is none" in notes
+    assert "overlap of q: no all-reduce follows a GEMM of that name, so there is none" in notes
 
 
 def test_breakdown_and_intervals_hold_with_overlap() -> None:
@@ -360,6 +381,29 @@ def test_overlaps_are_a_dimension_of_the_search() -> None:
     assert len({r["id"] for r in found.rows()}) == len(found.rows())
 
 
+@pytest.mark.parametrize(
+    ("prompt_len", "chunks", "last"),
+    [
+        (2, 8, 1016),  # sequences of a decode step, at most, that takes turns
+        (37, 32, 109),  # prompts of a prefill of 4064 tokens
+    ],
+)
+def test_the_table_knows_where_steps_begin_to_overlap(
+    prompt_len: int, chunks: int, last: int
+) -> None:
+    slow = Overlapping(sm=1, chunks=chunks)
+    lengths = {"prompt_len": prompt_len, "gen_len": 20}
+    batches = range(max(1, last - 110), last + 200)
+    found = explored(overlap=(slow,), tp=2, pp=1, gpus=2, batch=batches, **lengths)
+    for c in (c for c in found.configs if abs(c.batch - last) <= 2):
+        alone = energylens.predict(
+            "llama3_70b", catalogue=CATALOGUE, tp=2, overlap=slow, batch=c.batch, **lengths
+        )
+        assert isinstance(alone, Prediction)
+        for name in ("ttft_s", "tpot_s", "energy_per_request_j"):
+            assert c.values[name] == pytest.approx(getattr(alone, name), rel=found.table_error)
+
+
 def test_too_few_sms_are_not_on_the_front_of_ttft() -> None:
     ways = (None, Overlapping(sm=2, chunks=4))
     found = explored(overlap=ways, objectives=("ttft",), tp=2, pp=1, batch=8)
@@ -376,6 +420,20 @@ def test_what_is_no_overlap_is_refused(text: str, capsys: pytest.CaptureFixture[
         assert out == ""
         assert "--overlap" in err
         assert "e.g. 16x4" in err
+
+
+@pytest.mark.parametrize("way", ["asked for", "of the spec"])
+def test_a_collective_leaves_some_sms_to_the_gemm(way: str) -> None:
+    asked = Overlapping(sm=84) if way == "asked for" else None
+    own = () if asked else (Overlap(collective="o", beside="gate", sm=84),)
+    spec, more = replace(LLAMA, overlap=own), {"overlap": asked, "device": "a6000"}  # has 84
+    with pytest.raises(SpecError, match="a6000 has 84, and the GEMM needs some; use fewer"):
+        predicted(spec, **more)
+    with pytest.raises(SpecError, match="a6000 has 84, and the GEMM needs some; use fewer"):
+        energylens.explore(
+            spec, catalogue=CATALOGUE, gpus=2, device="a6000", overlap=(asked,), batch=1
+        )
+    assert predicted(spec, **more | {"tp": 1, "batch": 1}).phases
 
 
 def test_overlaps_are_at_least_one_sm_and_chunk() -> None:

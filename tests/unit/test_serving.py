@@ -706,7 +706,7 @@ def test_no_steady_state_is_exit_code_3_with_the_saturation_rate(capsys: Capture
         (("--rate", "1", "--lengths", "nowhere.csv"), "nowhere.csv: no such file"),
         (("--rate", "1", "--max-num-seqs", "0"), "--max-num-seqs: 0 found"),
         (("--rate", "1", "--gen-len", "0"), "1 generated token, not 1024 and 0"),
-        (("--rate", "0.001", "--duration", "1"), "raise --duration or --rate"),
+        (("--rate", "0.001", "--duration", "1"), "raise the rate or the duration"),
         (("--rate", "1", "--engine", "vllm@next"), "found version 'next' of engine vllm"),
         (("--rate", "1", "--prompt-len", "2000000"), "request 1: 2000000 prompt"),
     ],

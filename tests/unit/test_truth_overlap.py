@@ -257,6 +257,7 @@ def test_a_row_on_known_boards_is_what_its_costs_come_to(
         ({"device": "h300"}, "unknown device 'h300'"),
         ({"dtype": "fp7"}, "overlaps in 'fp7' are not priced; known: bf16, fp16, fp8"),
         ({"dtype": "fp32"}, "overlaps in 'fp32' are not priced"),
+        ({"n_gpus": "4", "ctas": "500"}, "ctas is 500: h200 has 132 SMs"),
         ({"n_gpus": "4", "ctas": ""}, "NCCL's own number of SMs on 4 h200 is not known"),
         ({"device": "a6000", "ctas": "0"}, "NCCL's own number of SMs on 2 a6000 is not known"),
         ({"power_limit_w": "1000"}, "a power limit of 1000 W: h200 allows up to 700 W"),

@@ -351,8 +351,14 @@ class CostModelSet(AbstractCostModel):
             dram_share=0.0,
             latency_rel_se=math.hypot(reduce.latency_rel_se, together),
             energy_rel_se=reduce.energy_rel_se,
-            source=max(gemm.source, reduce.source, Source.INTERPOLATED),
+            source=max(gemm.source, reduce.source, self._split_source(s["sms"])),
         )
+
+    def _split_source(self, sms: float) -> Source:
+        """Of collectives on so many SMs: no more than were calibrated tell how a GEMM fares."""
+        model = self.kernels.get("limited_all_reduce")
+        most = max((shape[2] for _, shape, _ in model.measured), default=0.0) if model else 0.0
+        return Source.INTERPOLATED if sms <= most else Source.EXTRAPOLATED
 
     def _own(self, model: KernelModel, ops: Sequence[Op]) -> list[Cost]:
         return model.costs(ops, self.device, self.compute_scale, self.compute_stretch)

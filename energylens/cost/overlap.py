@@ -36,7 +36,7 @@ class OverlapLaw:
     Attributes:
         late: chunks by which the collective lags behind where no SMs are left free.
         slow_gemm, slow_sms: of its speed, what a GEMM loses beside a collective, and how much more
-            of it were all SMs taken.
+            of it were all SMs taken from it.
         slow_collective: what a collective loses of its speed beside a GEMM.
         handover_s: seconds that each chunk waits for the other stream.
         rel_se: relative standard error of the time of GEMM and collective together.
@@ -84,8 +84,8 @@ class Split:
 
     @property
     def share(self) -> float:
-        """Part of the SMs that the collective takes."""
-        return self.sms / self.sm_count
+        """Part of the SMs that the collective takes from the GEMM: none of those left free."""
+        return 0.0 if self.fits_beside else self.sms / self.sm_count
 
     @property
     def fits_beside(self) -> bool:

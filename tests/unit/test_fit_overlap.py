@@ -57,7 +57,8 @@ def beside(m: int, n: int, k: int, sms: int, chunks: int) -> tuple[float, float,
     _, reduce_s, reduce_j = parts(reduced(m * n / chunks, sms))
     free = math.ceil(m / chunks / 128) * math.ceil(n / 256) + sms <= 132
     alone = min(chunks, 1 if free else 1 + LATE)
-    gemm_rate, reduce_rate = 1 - SLOW_GEMM - SLOW_SMS * sms / 132, 1 - SLOW_COLLECTIVE
+    taken = 0 if free else sms / 132
+    gemm_rate, reduce_rate = 1 - SLOW_GEMM - SLOW_SMS * taken, 1 - SLOW_COLLECTIVE
 
     def seconds(f: float) -> float:
         gemm_s = scaled / f + fixed

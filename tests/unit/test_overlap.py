@@ -15,7 +15,7 @@ import energylens
 from energylens.cli import main
 from energylens.cost.overlap import OverlapLaw, Split, clock_share
 from energylens.errors import OutOfRangeError, SpecError
-from energylens.graph import Op
+from energylens.graph import Op, make_op
 from energylens.lower import lower, lower_step
 from energylens.lower.overlap import wanted
 from energylens.predict import Catalogue
@@ -86,6 +86,24 @@ def test_it_is_never_faster_than_without_losses_and_grows_with_each_of_them(
     for name, more in (("handover_s", 1e-6), ("slow_gemm", 0.1), ("slow_collective", 0.1)):
         worse = replace(law, **{name: getattr(law, name) + more})
         assert worse.seconds(gemm_s, collective_s, split(chunks)) >= found * (1 - 1e-9)
+
+
+def test_sms_that_a_gemm_leaves_free_are_not_taken_from_it() -> None:
+    law = replace(FREE, slow_sms=1.0)
+    free = split(rows=128, columns=2048, sms=120)  # 8 tiles
+    assert law.seconds(1e-3, 0.5e-3, free) == pytest.approx(4e-3 + 0.5e-3)
+    taken = replace(free, rows=2048)
+    assert law.seconds(1e-3, 0.5e-3, taken) == pytest.approx(4e-3 + 0.5e-3 + 3 * 0.5e-3 * 120 / 132)
+
+
+def test_more_sms_than_were_calibrated_are_extrapolated() -> None:
+    device = CATALOGUE.device("h200")
+    (bundle,) = (b for b in CATALOGUE.bundles(device, VLLM) if b.provider == "torch")
+    sizes = {"values": 2.0**25, "workers": 2, "chunks": 4, "m": 4096, "n": 8192, "k": 8192}
+    few, many = bundle.model(device).costs(
+        [make_op("overlapped_all_reduce", sms=n, **sizes) for n in (32, 33)]
+    )
+    assert few.source < Source.EXTRAPOLATED <= many.source
 
 
 def test_one_chunk_takes_turns() -> None:

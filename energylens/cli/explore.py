@@ -228,7 +228,8 @@ def explore(
             )
         raise typer.Exit(fail("infeasible", result.reason, EXIT_INFEASIBLE))
     given = [("--engine", engine)]
-    others = (("--routing", routing), ("--power-limit", power_limit), ("--precision", precision))
+    watts = f"{power_limit:g}" if power_limit else None
+    others = (("--routing", routing), ("--power-limit", watts), ("--precision", precision))
     given += [(n, str(v)) for n, v in others if v]
     given += [("--bundle", str(path)) for path in bundle or ()]
 

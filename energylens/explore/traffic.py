@@ -83,6 +83,10 @@ def explore_traffic(
             "--objective throughput is what --rate asks for, the same of all services; choose "
             "another one, e.g. throughput_per_gpu"
         )
+    if constraints.min_throughput_tokens_s is not None:
+        raise SpecError(
+            "--min-throughput says of batches what --rate says of services; raise --rate instead"
+        )
     check(
         device=device,
         gpus=gpus,

@@ -154,6 +154,7 @@ def test_overlaps_and_prices_are_those_of_a_search_of_batches() -> None:
         ({"power_limit_w": 900.0}, "h200 allows up to 700 W"),
         ({"rate_per_s": 1e-6}, "raise the rate or the duration"),
         ({"overlap": (Overlapping(sm=132),)}, "h200 has 132, and the GEMM needs some"),
+        ({"min_throughput_tokens_s": 100.0}, "raise --rate instead"),
         ({"pp": 2}, "--pp above 1"),
         ({"dp": (1, 2)}, "--dp above 1"),
         ({"tp": 4}, "no layout asked for fits on 2 GPUs"),

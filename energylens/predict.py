@@ -289,15 +289,15 @@ def _notes(
 def _overlap_notes(stages: Sequence[Lowered], parallelism: Parallelism) -> Iterator[str]:
     """What is to be known of collectives beside compute, and which of them there are none of."""
     lowered = stages[0]
-    beside = {i.reduce.name for own in stages for i in own.items if isinstance(i, Overlapped)}
+    beside = {i.collective for own in stages for i in own.items if isinstance(i, Overlapped)}
     if beside:
         yield (
             "overlap: what collectives beside GEMMs would be worth, which "
             f"{lowered.engine.name} does not do by itself; NCCL's all-reduces on so many SMs, in "
             f"steps of at least {LEAST_ROWS} tokens a chunk"
         )
-    for overlap in wanted(lowered.spec, parallelism.overlap) if parallelism.tp > 1 else ():
-        if not any(name.startswith(f"{overlap.collective}_") for name in beside):
+    for overlap in wanted(lowered.spec, parallelism):
+        if overlap.collective not in beside:
             yield (
                 f"overlap of {overlap.collective}: no all-reduce follows a GEMM of that name, so "
                 "there is none"

@@ -76,7 +76,7 @@ def advise(
         pp=pp,
         dp=dp,
         replicas=replicas,
-        overlap=parse_overlap(overlap) if overlap else None,
+        overlap=parse_overlap(overlap),
     )
     result = api.advise(
         spec,

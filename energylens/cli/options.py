@@ -153,10 +153,13 @@ def parse_precision(text: str | None) -> dict[str, str]:
     return found
 
 
-def parse_overlap(text: str) -> Overlapping:
-    """``16x4``: all-reduces on 16 SMs, beside GEMMs in 4 chunks; ``off``: none is."""
+def parse_overlap(text: str | None) -> Overlapping | None:
+    """``16x4``: all-reduces on 16 SMs, beside GEMMs in 4 chunks; ``off``: none is.
+
+    None is left to the spec.
+    """
     try:
-        return Overlapping.parse(text)
+        return Overlapping.parse(text) if text else None
     except OutOfRangeError as error:
         raise SpecError(f"--overlap: {error}") from None
 

@@ -169,7 +169,7 @@ def predict(
         pp=pp,
         dp=dp,
         replicas=replicas,
-        overlap=parse_overlap(overlap) if overlap else None,
+        overlap=parse_overlap(overlap),
     )
     named = api.setting(
         spec,

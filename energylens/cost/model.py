@@ -318,9 +318,10 @@ class CostModelSet(AbstractCostModel):
     def _overlapped(self, op: Op) -> Cost:
         """What all-reduces beside a GEMM in chunks add to the GEMM's time, and their energy."""
         s, chunks = op.sizes, op.sizes["chunks"]
+        rows = math.ceil(s["m"] / chunks)
         gemm, reduce = self.costs(
             (
-                make_op("gemm", dtype=op.dtype, m=math.ceil(s["m"] / chunks), n=s["n"], k=s["k"]),
+                make_op("gemm", dtype=op.dtype, m=rows, n=s["n"], k=s["k"]),
                 make_op(
                     "limited_all_reduce",
                     values=math.ceil(s["values"] / chunks),
@@ -331,7 +332,7 @@ class CostModelSet(AbstractCostModel):
         )
         split = Split(
             chunks=chunks,
-            rows=math.ceil(s["m"] / chunks),
+            rows=rows,
             columns=s["n"],
             sms=s["sms"],
             sm_count=self.device.sm_count,

@@ -220,7 +220,7 @@ def _overlaps(d: Deployment) -> Iterator[tuple[str, str, Deployment | str]]:
         yield "overlap", "overlap", "a tensor parallel group of one has no all-reduces"
         return
     for overlap in (Overlapping(), *_OVERLAPS):
-        if overlap != now.overlap and (overlap or wanted(d.spec, now.overlap)):
+        if overlap != now.overlap and (overlap or wanted(d.spec, now)):
             label = f"overlap {overlap}" if overlap else "no overlap"
             config = replace(d.config, parallelism=replace(now, overlap=overlap))
             yield "overlap", label, replace(d, config=config)

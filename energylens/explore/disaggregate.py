@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from energylens.cost.roofline import LINK_EFFICIENCY
 from energylens.errors import SpecError
-from energylens.explore.front import LIMITED, OBJECTIVES, Choice, exact_values, pareto
+from energylens.explore.front import OBJECTIVES, Choice, exact_values, excess, pareto
 from energylens.lower import cache_bytes, lower_stages
 from energylens.results import Infeasible, Prediction
 from energylens.results.search import Pool, PrefillPool, ScoredConfig
@@ -425,11 +425,7 @@ def _misses(
     values: Mapping[str, Array], limits: Mapping[str, float]
 ) -> dict[str, NDArray[np.bool_]]:
     """Where each constraint is missed."""
-    return {
-        limit: sign * (values[name] - limits[limit]) > 0
-        for limit, (name, sign) in LIMITED.items()
-        if limit in limits
-    }
+    return {name: over > 0 for name, over in excess(values, limits).items()}
 
 
 def _short(parallelism: Parallelism) -> str:

@@ -53,6 +53,12 @@ LIMITED = {
 """Constraint -> the value that it limits, and 1 where from above, -1 where from below."""
 
 
+def excess(values: Mapping[str, ArrayLike], limits: Mapping[str, float]) -> dict[str, Array]:
+    """By how much each constraint is missed, as a logarithm: above 0 where it is."""
+    columns = [(name, *LIMITED[name], limit) for name, limit in limits.items()]
+    return {name: sign * np.log(np.asarray(values[v]) / limit) for name, v, sign, limit in columns}
+
+
 def pareto(costs: Array) -> BoolArray:
     """Which rows of ``costs``, [rows, objectives], no other row dominates; less is better."""
     order = np.lexsort(costs.T[::-1])  # a row can only be dominated by one before it
@@ -119,8 +125,7 @@ class Choice:
     @property
     def excess(self) -> Array:
         """By how much each constraint is missed, [rows, constraints]: above 0 where it is."""
-        columns = [(*LIMITED[name], limit) for name, limit in self.constraints.items()]
-        rows = [sign * np.log(self.table.values[v] / limit) for v, sign, limit in columns]
+        rows = list(excess(self.table.values, self.constraints).values())
         return np.column_stack(rows) if rows else np.empty((len(self.table.batch), 0))
 
     @property

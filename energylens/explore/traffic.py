@@ -12,7 +12,7 @@ import numpy as np
 
 from energylens.cost.bundle import Bundle
 from energylens.errors import SpecError
-from energylens.explore.front import LIMITED, config_id, placed
+from energylens.explore.front import LIMITED, config_id, excess, placed
 from energylens.explore.prices import Prices
 from energylens.explore.search import Constraints, SearchSpace, check, missed
 from energylens.results import Anchors, Infeasible, SearchCounts
@@ -218,7 +218,7 @@ class _Search:
         """Why there is no service, and what comes closest."""
         where = f"{self.spec.name} on {self.pool.gpus} x {self.device.name}"
         if configs:
-            c = min(configs, key=lambda c: max(_excess(c.values, limits).values()))
+            c = min(configs, key=lambda c: max(excess(c.values, limits).values()))
             over = [
                 missed(name, c.values[LIMITED[name][0]], limits[name]) for name in c.filtered_by
             ]
@@ -275,17 +275,9 @@ def _scored(
         values=MappingProxyType(values),
         intervals=MappingProxyType(intervals),
         exact=True,
-        filtered_by=tuple(n for n, over in _excess(values, limits).items() if over > 0),
+        filtered_by=tuple(n for n, over in excess(values, limits).items() if over > 0),
         service=r,
     )
-
-
-def _excess(values: Mapping[str, float], limits: Mapping[str, float]) -> dict[str, float]:
-    """By how much each constraint is missed, relatively: above 0 where it is."""
-    return {
-        name: LIMITED[name][1] * (values[LIMITED[name][0]] / limit - 1.0)
-        for name, limit in limits.items()
-    }
 
 
 def _counts(

@@ -147,7 +147,7 @@ def lower(
                 f"allowed: 0 to {experts}, and more than 0 with ep above 1"
             )
     walk = _Lowering(spec, engine, sharding, _routing(spec, routing), redundant_experts)
-    items, blocks = overlapped(*walk.run(), wanted(spec, parallelism.overlap), spec.blocks)
+    items, blocks = overlapped(*walk.run(), wanted(spec, parallelism), spec.blocks)
     return Lowered(
         spec=spec,
         engine=engine,

@@ -10,7 +10,7 @@ from energylens.errors import SpecError
 from energylens.graph import Op
 from energylens.lower.items import Item, Rowwise
 from energylens.spec.model import Block, Entry, Overlap, Spec
-from energylens.spec.system import Device, Engine, Overlapping, Parallelism, Step
+from energylens.spec.system import Device, Engine, Parallelism, Step
 
 LEAST_ROWS = 128
 """Rows of a chunk, at least: the tile of a matrix kernel. Smaller steps are not worth cutting."""
@@ -31,6 +31,11 @@ class Overlapped:
     reduce: Rowwise
     sm: int
     chunks: int
+
+    @property
+    def collective(self) -> str:
+        """The entry whose partial sums are added up."""
+        return self.reduce.name.removesuffix(_MADE_BY)
 
     @property
     def most_in_turns(self) -> int:
@@ -58,11 +63,15 @@ class Overlapped:
         )
 
 
-def wanted(spec: Spec, asked: Overlapping | None) -> tuple[Overlap, ...]:
+def wanted(spec: Spec, parallelism: Parallelism) -> tuple[Overlap, ...]:
     """The overlaps of a model: those that were asked for, else its own.
 
-    Asked for are all: each all-reduce beside the GEMM whose partial sums it adds up.
+    Asked for are all: each all-reduce beside the GEMM whose partial sums it adds up. A worker alone
+    has none.
     """
+    asked = parallelism.overlap
+    if parallelism.tp == 1:
+        return ()
     if asked is None:
         return spec.overlap
     names = dict.fromkeys(e.name for b in spec.blocks for e in b.cascade if _sums_up(spec, e))
@@ -79,7 +88,7 @@ def check_sms(spec: Spec, parallelism: Parallelism, device: Device) -> None:
     Raises:
         SpecError: one does.
     """
-    for overlap in wanted(spec, parallelism.overlap) if parallelism.tp > 1 else ():
+    for overlap in wanted(spec, parallelism):
         if overlap.sm >= device.sm_count:
             raise SpecError(
                 f"overlap of {overlap.collective!r} on {overlap.sm} SMs: {device.name} has "

@@ -204,7 +204,8 @@ def test_one_worker_has_nothing_to_overlap() -> None:
 def test_what_is_asked_for_everywhere_is_every_gemm_with_partial_sums(
     spec: str, names: list[str]
 ) -> None:
-    found = wanted(CATALOGUE.spec(spec), Overlapping(sm=8, chunks=2))
+    asked = Parallelism(tp=2, overlap=Overlapping(sm=8, chunks=2))
+    found = wanted(CATALOGUE.spec(spec), asked)
     assert [o.collective for o in found] == names
     assert all(o.beside == o.collective and (o.sm, o.chunks) == (8, 2) for o in found)
     assert (
@@ -242,8 +243,9 @@ def test_a_spec_names_a_gemm_that_comes_after_by_its_members(beside: str) -> Non
 def test_the_command_line_goes_before_the_spec() -> None:
     own = Overlap(collective="o", beside="gate", sm=16, chunks=4)
     spec = replace(LLAMA, overlap=(own,))
-    assert wanted(spec, None) == (own,)
-    assert wanted(spec, Overlapping()) == ()
+    assert wanted(spec, Parallelism(tp=2)) == (own,)
+    assert wanted(spec, Parallelism(tp=2, overlap=Overlapping())) == ()
+    assert wanted(spec, Parallelism(tp=1)) == ()
     assert ops(Overlapping(), spec) == ops()
 
 
